@@ -1,0 +1,1 @@
+"""Numbers: what each axis sends, when and how often (pure)."""

@@ -1,0 +1,1 @@
+"""Integers only: rank <-> coordinate, groups, layers -> stages, global slices of shards (pure)."""

@@ -1,0 +1,1 @@
+"""Parity against one process, and the pool of workers that it runs on."""

@@ -1,0 +1,1 @@
+"""Plain single-device PyTorch modules; not a line of parallel code."""

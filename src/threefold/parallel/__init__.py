@@ -1,0 +1,1 @@
+"""The engines: mesh, collectives, tensor, pipeline and data parallel."""

@@ -1,0 +1,1 @@
+"""Text that a person reads: the explanation of a job (pure)."""

@@ -1,0 +1,1 @@
+"""The trainer: data, optimizer, learning rate, metrics, launching and watching ranks."""
