@@ -1,1 +1,39 @@
 """Integers only: rank <-> coordinate, groups, layers -> stages, global slices of shards (pure)."""
+
+from threefold.layout.buckets import fill_buckets
+from threefold.layout.ranks import AXES, Coord, Layout
+from threefold.layout.shards import (
+    DECODER_STYLES,
+    Shard,
+    Slice,
+    Style,
+    StyleRule,
+    decoder_shards,
+    parameter_kind,
+    qkv_sizes,
+    rule_for,
+    section_sizes,
+    shard,
+)
+from threefold.layout.stages import split_layers, stage_of_parameter, stage_parameters
+
+__all__ = [
+    "AXES",
+    "DECODER_STYLES",
+    "Coord",
+    "Layout",
+    "Shard",
+    "Slice",
+    "Style",
+    "StyleRule",
+    "decoder_shards",
+    "fill_buckets",
+    "parameter_kind",
+    "qkv_sizes",
+    "rule_for",
+    "section_sizes",
+    "shard",
+    "split_layers",
+    "stage_of_parameter",
+    "stage_parameters",
+]

@@ -1,0 +1,118 @@
+"""``threefold train``: check everything that can be known, then start the ranks; or be one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from threefold.job import Job
+
+# torchrun ends every rank as soon as one has ended. So of an error that all ranks meet only the first one speaks, and
+# the others live long enough to let it.
+_LET_FIRST_RANK_SPEAK_S = 5.0
+
+
+def train(job: Path, run_dir: Path | None, set_: list[str]) -> None:
+    """Train a job and exit: 0 when it is done, 130 after Ctrl-C.
+
+    Where ``RANK`` and ``WORLD_SIZE`` are set, this process is a rank that torchrun, or this very command, started.
+    Raises JobError or DataError (exit 2) before any process starts, WorkerError (exit 1) when a rank fails.
+    """
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            status = _join(job, run_dir, set_)
+        else:
+            status = _start(job, run_dir, set_)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(status)
+
+
+def _start(job_file: Path, run_dir: Path | None, overrides: Sequence[str]) -> int:
+    """Start a process for each rank of the job on this machine, and wait for them."""
+    from threefold.job import read_job
+
+    loaded = read_job(job_file, overrides)
+    job = loaded.job
+
+    from threefold.train.launcher import launch
+    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, is_cpu, new_run_dir
+
+    check_one_machine(job, job_file)
+    check_before_start(job, job.world_size)
+    run_dir = run_dir or new_run_dir(job_file)
+    _begin_run(job, run_dir, loaded.notes)
+    command = [sys.executable, "-m", "threefold", "train", str(run_dir / RESOLVED_JOB), "--run-dir", str(run_dir)]
+    return launch(command, run_dir, job.world_size, timeout_s=job.watchdog.timeout_s, cpu=is_cpu(job))
+
+
+def _join(job_file: Path, run_dir: Path | None, overrides: Sequence[str]) -> int:
+    """Be the rank that the environment names."""
+    from threefold.train.launcher import BOARD_VARIABLE, die_with_parent
+
+    die_with_parent()
+    if BOARD_VARIABLE not in os.environ:
+        return _join_torchrun(job_file, run_dir, overrides)
+
+    from threefold.job import load_job
+    from threefold.train.worker import run_worker
+
+    return run_worker(load_job(job_file, overrides), run_dir or job_file.parent)
+
+
+def _join_torchrun(job_file: Path, run_dir: Path | None, overrides: Sequence[str]) -> int:
+    """Be a rank that torchrun started: nothing has been checked yet, and every rank finds the same errors."""
+    from threefold.errors import DataError, JobError
+
+    first = os.environ["RANK"] == "0"
+    try:
+        job, run_dir = _check_torchrun(job_file, run_dir, overrides, first)
+    except (JobError, DataError) as error:
+        if first:
+            raise
+        time.sleep(_LET_FIRST_RANK_SPEAK_S)
+        return error.exit_status
+
+    from threefold.train.launcher import join_board
+    from threefold.train.worker import run_worker
+
+    join_board(run_dir)
+    return run_worker(job, run_dir)
+
+
+def _check_torchrun(job_file: Path, run_dir: Path | None, overrides: Sequence[str], first: bool) -> tuple[Job, Path]:
+    from threefold.job import read_job
+    from threefold.train.preflight import check_before_start
+
+    loaded = read_job(job_file, overrides, world_size=int(os.environ["WORLD_SIZE"]))
+    run_dir = run_dir or _torchrun_run_dir(job_file)
+    check_before_start(loaded.job, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if first and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        _begin_run(loaded.job, run_dir, loaded.notes)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return loaded.job, run_dir
+
+
+def _torchrun_run_dir(job_file: Path) -> Path:
+    """``runs/NAME-ID`` with torchrun's run id, since all ranks must find the same name without talking."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return Path("runs") / f"{job_file.stem}-{run_id}"
+
+    from threefold.errors import JobError, Problem
+
+    fix = "state --run-dir DIR, or give torchrun an --rdzv-id"
+    raise JobError([Problem("--run-dir", "is missing, and torchrun has no run id to name one after", fix)])
+
+
+def _begin_run(job: Job, run_dir: Path, notes: Sequence[str]) -> None:
+    from threefold.train.preflight import prepare_run_dir, summarize
+
+    prepare_run_dir(run_dir, job)
+    for line in (*(f"note: {note}" for note in notes), summarize(job, run_dir)):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,294 @@
+"""What each axis sends in one optimizer step, when, how often and how many bytes.
+
+Legend: B micro batch, S sequence, D hidden size, M microbatches of a step, L layers of the stage. The patterns are
+those of Megatron-LM: two all-reduces a layer and direction (Shoeybi et al. 2019), each of which sequence parallelism
+splits into a reduce-scatter and an all-gather (Korthikanti et al. 2022).
+
+Bytes are the payload: the whole tensor that goes into the collective (all-gather: that comes out of it), not what an
+algorithm puts on the wire. A ring all-reduce of n bytes over g ranks sends 2 n (g - 1) / g from every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from math import prod
+
+from threefold.job.spec import Job, ModelSpec
+from threefold.layout import Shard, decoder_shards, fill_buckets, split_layers, stage_parameters
+from threefold.layout.stages import EMBEDDING
+
+ELEMENT_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of one element of activations and gradients, by the job's precision."""
+
+SCALAR_BYTES = 8
+"""Counts, losses and norms are summed in float64."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of message that a rank takes part in.
+
+    ``axis`` names the group: "tp", "pp", "dp", "world", or "dp+tp" and "dp+pp" for groups over two axes.
+    ``payload_bytes`` is the whole tensor that enters (all_gather: leaves) the collective on each rank; for a send the
+    message. It happens ``count_per_step`` times in an optimizer step.
+    """
+
+    axis: str
+    operation: str
+    what: str
+    when: str
+    payload_bytes: int
+    count_per_step: int
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload bytes of a step."""
+        return self.payload_bytes * self.count_per_step
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The numbers that the patterns need, for one stage of a job."""
+
+    job: Job
+    model: ModelSpec
+    sequence_length: int
+    coord: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.coord == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.coord == self.job.pp - 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers[self.coord])
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        return split_layers(self.model.num_hidden_layers, self.job.pp, self.job.parallelism.pp.partition)
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.job.precision]
+
+    @property
+    def tokens(self) -> int:
+        """B·S: tokens of one microbatch."""
+        return self.job.micro_batch * self.sequence_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """B·S·D: the hidden states of one microbatch."""
+        return self.tokens * self.model.hidden_size * self.element_bytes
+
+    @property
+    def widen(self) -> str:
+        """The first matrix of the MLP."""
+        return "mlp.gate_up" if self.model.model_type == "llama" else "mlp.up"
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.job.parallelism.tp.sequence_parallel and self.job.tp > 1
+
+
+def estimate_traffic(job: Job, pp_coord: int, sequence_length: int | None = None) -> tuple[Transfer, ...]:
+    """Everything that a rank of stage ``pp_coord`` sends in one optimizer step; all ranks of a stage send the same.
+
+    ``sequence_length`` defaults to the job's data section. Collectives over one rank are not sent and not listed.
+    Evaluation, replica checks and the start of a run are not counted. Raises ValueError for a job without a model or
+    without a sequence length.
+    """
+    if sequence_length is None and job.data is not None:
+        sequence_length = job.data.sequence_length
+    if job.model is None or sequence_length is None:
+        raise ValueError("bytes are known only for a job with a model and a sequence length")
+    stage = _Stage(job, job.model, sequence_length, pp_coord)
+    found = [*_tensor(stage), *_pipeline(stage), *_gradients(stage), *_scalars(stage)]
+    return tuple(transfer for transfer in found if transfer.count_per_step and transfer.payload_bytes)
+
+
+# Tensor parallel
+
+
+def _tensor(stage: _Stage) -> Iterator[Transfer]:
+    if stage.job.tp == 1:
+        return
+    yield from _sequence_parallel(stage) if stage.sequence_parallel else _all_reduced(stage)
+    if stage.is_last:
+        yield from _cross_entropy(stage)
+
+
+def _all_reduced(stage: _Stage) -> Iterator[Transfer]:
+    M, L = stage.job.num_microbatches, stage.num_layers
+
+    def all_reduce(what: str, when: str, count: int) -> Transfer:
+        return Transfer("tp", "all_reduce", what, when, stage.activation_bytes, count)
+
+    yield all_reduce("outputs of attention.out and mlp.down", "forward, 2 a layer and microbatch", 2 * L * M)
+    yield all_reduce(
+        f"input gradients of attention.qkv and {stage.widen}", "backward, 2 a layer and microbatch", 2 * L * M
+    )
+    if stage.is_first:
+        yield all_reduce("token embeddings", "forward, 1 a microbatch", M)
+    if stage.is_last:
+        yield all_reduce("input gradient of the head", "backward, 1 a microbatch", M)
+
+
+def _sequence_parallel(stage: _Stage) -> Iterator[Transfer]:
+    M, L = stage.job.num_microbatches, stage.num_layers
+
+    def of(operation: str, what: str, when: str, count: int) -> Transfer:
+        return Transfer("tp", operation, what, when, stage.activation_bytes, count)
+
+    per_layer = "2 a layer and microbatch"
+    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", f"forward, {per_layer}", 2 * L * M)
+    yield of("reduce_scatter", "outputs of attention.out and mlp.down", f"forward, {per_layer}", 2 * L * M)
+    yield of("all_gather", "output gradients of attention.out and mlp.down", f"backward, {per_layer}", 2 * L * M)
+    # The gathered inputs are not kept: memory for them is what sequence parallelism saves.
+    yield of("all_gather", f"inputs of attention.qkv and {stage.widen} again", f"backward, {per_layer}", 2 * L * M)
+    yield of(
+        "reduce_scatter", f"input gradients of attention.qkv and {stage.widen}", f"backward, {per_layer}", 2 * L * M
+    )
+    if stage.is_first:
+        yield of("reduce_scatter", "token embeddings", "forward, 1 a microbatch", M)
+        yield of("all_gather", "gradient of the token embeddings", "backward, 1 a microbatch", M)
+    if stage.is_last:
+        yield of("all_gather", "input of the head", "forward, 1 a microbatch", M)
+        yield of("all_gather", "input of the head again", "backward, 1 a microbatch", M)
+        yield of("reduce_scatter", "input gradient of the head", "backward, 1 a microbatch", M)
+
+
+def _cross_entropy(stage: _Stage) -> Iterator[Transfer]:
+    """Logits stay split over the vocabulary; only a maximum, a sum and the label's logit a token are shared."""
+    M = stage.job.num_microbatches
+    # A loss in half precision would lose the small differences that training lives on: it is computed in fp32.
+    element_bytes = max(stage.element_bytes, ELEMENT_BYTES["fp32"])
+    when = "forward, 1 a microbatch"
+    yield Transfer("tp", "all_reduce", "largest logit of each token", when, stage.tokens * element_bytes, M)
+    what = "sum of exponentials and label's logit of each token"
+    yield Transfer("tp", "all_reduce", what, when, 2 * stage.tokens * element_bytes, M)
+
+
+# Pipeline parallel
+
+
+def _pipeline(stage: _Stage) -> Iterator[Transfer]:
+    # Under sequence parallelism every tp rank has, and sends, its own part of the sequence.
+    message_bytes = stage.activation_bytes // (stage.job.tp if stage.sequence_parallel else 1)
+    M = stage.job.num_microbatches
+    if not stage.is_last:
+        yield Transfer("pp", "send", "activations to the next stage", "forward, 1 a microbatch", message_bytes, M)
+    if not stage.is_first:
+        what = "gradient of the activations to the previous stage"
+        yield Transfer("pp", "send", what, "backward, 1 a microbatch", message_bytes, M)
+
+
+# Data parallel
+
+
+@dataclass(frozen=True)
+class GradientGroup:
+    """Gradients that are summed over the same ``axis``: local elements of each bucket, in the order of filling."""
+
+    axis: str
+    what: str
+    bucket_elements: tuple[int, ...]
+
+
+def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
+    """How the gradients of stage ``pp_coord`` are put into buckets; parameters in reverse model order.
+
+    Most are summed over dp. Under sequence parallelism each tp rank sees a part of the tokens, so the gradients of
+    replicated parameters are summed over dp and tp. A tied embedding is summed over dp and the first and last stage.
+    """
+    if job.model is None:
+        raise ValueError("gradient buckets are known only for a job with a model")
+    stage = _Stage(job, job.model, 1, pp_coord)
+    shards = _shards(stage)
+    elements = _local_elements(stage, shards)
+    tied = {EMBEDDING} if job.model.tie_word_embeddings and job.pp > 1 else set()
+    partial = _replicated(elements, shards) - tied if job.parallelism.tp.sequence_parallel else set()
+    plain = set(elements) - tied - partial
+
+    def group(axis: str, what: str, names: Set[str]) -> GradientGroup:
+        sizes = [size for name, size in elements.items() if name in names]
+        buckets = fill_buckets(sizes, job.zero_optimization.reduce_bucket_size)
+        return GradientGroup(axis, what, tuple(sum(sizes[index] for index in bucket) for bucket in buckets))
+
+    return (
+        group("dp", "gradients", plain),
+        group("dp+tp", "gradients of replicated parameters", partial),
+        group("dp+pp", "gradient of the tied embedding", tied),
+    )
+
+
+def _replicated(names: Iterable[str], shards: Mapping[str, Shard]) -> set[str]:
+    return {name for name in names if shards[name].dim is None}
+
+
+def _shards(stage: _Stage) -> dict[str, Shard]:
+    """The shard of each of the stage's parameters, the last one of the model first."""
+    model = stage.model
+    shapes = model.parameter_shapes()
+    names = stage_parameters(shapes, stage.layers, stage.coord, tied=model.tie_word_embeddings)
+    mine = {name: shapes[name] for name in reversed(names)}
+    return decoder_shards(
+        mine, model.num_attention_heads, model.num_key_value_heads, model.head_dim, stage.job.tp, tp_coord=0
+    )
+
+
+def _local_elements(stage: _Stage, shards: Mapping[str, Shard]) -> dict[str, int]:
+    """Elements that each tp rank holds of the stage's parameters, vocabulary padding included."""
+    shapes = stage.model.parameter_shapes()
+    return {name: prod(part.local_shape(shapes[name])) for name, part in shards.items()}
+
+
+def local_parameters(job: Job, pp_coord: int) -> int:
+    """Parameters that one device of stage ``pp_coord`` holds, vocabulary padding and a tied copy included."""
+    if job.model is None:
+        raise ValueError("parameters are known only for a job with a model")
+    stage = _Stage(job, job.model, 1, pp_coord)
+    return sum(_local_elements(stage, _shards(stage)).values())
+
+
+def _gradients(stage: _Stage) -> Iterator[Transfer]:
+    job = stage.job
+    group_size = {"dp": job.dp, "dp+tp": job.dp * job.tp, "dp+pp": 2 * job.dp}
+    for group in gradient_groups(job, stage.coord):
+        if group_size[group.axis] == 1:
+            continue
+        for elements, count in Counter(group.bucket_elements).items():
+            yield from _reduced(stage, group, elements * stage.element_bytes, count)
+
+
+def _reduced(stage: _Stage, group: GradientGroup, payload_bytes: int, count: int) -> Iterator[Transfer]:
+    """Stage 0 all-reduces; ZeRO splits that into a reduce-scatter and all-gathers (Rajbhandari et al. 2020)."""
+    zero, M = stage.job.zero_optimization.stage, stage.job.num_microbatches
+    if zero == 0 or group.axis != "dp":
+        # Only dp buckets start while backward runs: two communicators in flight could lock each other up.
+        when = "backward of the last microbatch" if group.axis == "dp" else "after backward"
+        yield Transfer(group.axis, "all_reduce", group.what, when, payload_bytes, count)
+        return
+    if zero == 1:
+        yield Transfer("dp", "reduce_scatter", group.what, "backward of the last microbatch", payload_bytes, count)
+    else:
+        yield Transfer("dp", "reduce_scatter", group.what, "backward of each microbatch", payload_bytes, count * M)
+    if zero == 3:
+        when = "before forward and again before backward of each microbatch"
+        yield Transfer("dp", "all_gather", "parameters", when, payload_bytes, 2 * count * M)
+    else:
+        yield Transfer("dp", "all_gather", "updated parameters", "after the optimizer step", payload_bytes, count)
+
+
+def _scalars(stage: _Stage) -> Iterator[Transfer]:
+    if stage.is_last and stage.job.dp > 1:
+        yield Transfer("dp", "all_reduce", "number of valid tokens", "once a step", SCALAR_BYTES, 1)
+    if stage.job.world_size > 1:
+        what = "loss sum, valid tokens, squared gradient norm, stop flag"
+        yield Transfer("world", "all_reduce", what, "once a step", 4 * SCALAR_BYTES, 1)

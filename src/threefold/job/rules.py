@@ -1,0 +1,332 @@
+"""What several keys say together: one table of rules, each with the keys it reads.
+
+A rule is silent while one of its keys already has a problem, so that every problem is reported once and all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from threefold.errors import Problem
+from threefold.job.messages import (
+    Findings,
+    choices,
+    common_divisors,
+    divisors,
+    multiples_around,
+    nearest_number,
+    nearest_word,
+    show,
+)
+from threefold.job.spec import AXES, DEFAULT_ORDER, PLANNED_SCHEDULES, SCHEDULES, Job, JobFile, ModelSpec
+
+TP_SIZE, PP_SIZE = "parallelism.tp.size", "parallelism.pp.size"
+PARTITION, SCHEDULE = "parallelism.pp.partition", "parallelism.pp.schedule"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A judgement over the keys in ``needs``; ``judge`` yields a problem for every way in which they disagree."""
+
+    needs: tuple[str, ...]
+    judge: Callable[[JobFile], Iterator[Problem]]
+
+
+def judge(file: JobFile, findings: Findings) -> None:
+    """Apply every rule whose keys have no problem yet; problems go to ``findings``."""
+    verdicts = [problem for rule in RULES if not findings.concerns(*rule.needs) for problem in rule.judge(file)]
+    findings.problems.extend(verdicts)
+
+
+def _of_model(check: Callable[[ModelSpec], Iterator[Problem]]) -> Callable[[JobFile], Iterator[Problem]]:
+    """A rule that has nothing to say about a job without a model."""
+
+    def judge_model(file: JobFile) -> Iterator[Problem]:
+        if file.model is not None:
+            yield from check(file.model)
+
+    return judge_model
+
+
+def _heads_divide_width(model: ModelSpec) -> Iterator[Problem]:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if hidden % heads:
+        near = nearest_number(heads, divisors(hidden))
+        fix = f"set it to {near}, or model.hidden_size to {choices(multiples_around(hidden, heads))}"
+        yield Problem("model.num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", fix)
+
+
+def _kv_heads_divide_heads(model: ModelSpec) -> Iterator[Problem]:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % kv_heads:
+        message = f"{kv_heads} key-value heads do not divide {heads} attention heads"
+        yield Problem("model.num_key_value_heads", message, f"set it to {choices(divisors(heads))}")
+
+
+def _rotary_pairs(model: ModelSpec) -> Iterator[Problem]:
+    if model.model_type == "llama" and model.hidden_size % model.num_attention_heads == 0 and model.head_dim % 2:
+        even = [heads for heads in divisors(model.hidden_size) if model.hidden_size // heads % 2 == 0]
+        near = (
+            f"set model.num_attention_heads to {nearest_number(model.num_attention_heads, even)}, or " if even else ""
+        )
+        message = f"heads of width {model.head_dim} can't be rotated: rotary positions turn pairs of numbers"
+        fix = f"{near}set model.hidden_size to a multiple of {2 * model.num_attention_heads}"
+        yield Problem("model.num_attention_heads", message, fix)
+
+
+def _activation_of_style(model: ModelSpec) -> Iterator[Problem]:
+    allowed = {"gpt2": ("gelu_new", "gelu"), "llama": ("silu",)}[model.model_type]
+    if model.hidden_act not in allowed:
+        message = f"{model.hidden_act} does not belong to model_type {model.model_type}, which has {choices(allowed)}"
+        yield Problem("model.hidden_act", message, f'write "{allowed[0]}" or leave it out')
+
+
+def _positions_cover_sequence(file: JobFile) -> Iterator[Problem]:
+    if file.model is None or file.data is None or file.model.model_type != "gpt2":
+        return
+    length, positions = file.data.sequence_length, file.model.max_position_embeddings
+    if length > positions:
+        message = f"{length} is longer than the model's {positions} learned positions"
+        fix = f"set it to {positions} or less, or model.max_position_embeddings to {length}"
+        yield Problem("data.sequence_length", message, fix)
+
+
+def _tp_divides(what: str, count: Callable[[ModelSpec], int]) -> Callable[[JobFile], Iterator[Problem]]:
+    """The rule that tp splits ``what`` evenly; the fix lists the sizes that split heads, key-value heads and MLP."""
+
+    def check(file: JobFile) -> Iterator[Problem]:
+        size = file.parallelism.tp.size
+        if file.model is None or count(file.model) % size == 0:
+            return
+        model = file.model
+        valid = common_divisors(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
+        yield Problem(
+            TP_SIZE, f"{size} does not divide the model's {count(model)} {what}", f"set it to {choices(valid)}"
+        )
+
+    return check
+
+
+def _sequence_parallel_divides(file: JobFile) -> Iterator[Problem]:
+    tensor = file.parallelism.tp
+    if file.data is None or not tensor.sequence_parallel or file.data.sequence_length % tensor.size == 0:
+        return
+    length = file.data.sequence_length
+    message = f"{length} tokens do not divide over tp {tensor.size}, which sequence_parallel splits them over"
+    lengths = choices(multiples_around(length, tensor.size))
+    fix = f"set it to {lengths}, or parallelism.tp.sequence_parallel to false"
+    yield Problem("data.sequence_length", message, fix)
+
+
+def _a_layer_for_every_stage(file: JobFile) -> Iterator[Problem]:
+    stages = file.parallelism.pp.size * file.parallelism.pp.chunks
+    if file.model is not None and stages > file.model.num_hidden_layers:
+        layers = file.model.num_hidden_layers
+        message = f"{stages} stages are more than the model's {layers} layers"
+        yield Problem(PP_SIZE, message, f"set it to {layers // file.parallelism.pp.chunks or 1} or less")
+
+
+def _partition_counts(file: JobFile) -> Iterator[Problem]:
+    pipeline = file.parallelism.pp
+    stages, partition = pipeline.size * pipeline.chunks, pipeline.partition
+    if isinstance(partition, str):
+        return
+    layers = file.model.num_hidden_layers if file.model else sum(partition)
+    fix = f"give {stages} counts of 1 or more that sum to {layers}{_even_counts(layers, stages)}"
+    shown = show(list(partition))
+    if len(partition) != stages:
+        yield Problem(PARTITION, f"{shown} has {len(partition)} counts for {stages} stages", fix)
+    if any(count < 1 for count in partition):
+        yield Problem(PARTITION, f"{shown} gives a stage {min(partition)} layers; each needs at least 1", fix)
+    if sum(partition) != layers:
+        yield Problem(PARTITION, f"{shown} places {sum(partition)} layers, but the model has {layers}", fix)
+
+
+def _even_counts(layers: int, stages: int) -> str:
+    if layers < stages or stages > 64:
+        return ""
+    counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    return f", such as {counts}"
+
+
+def _schedule_is_known(file: JobFile) -> Iterator[Problem]:
+    name = file.parallelism.pp.schedule
+    if name in SCHEDULES:
+        return
+    if name in PLANNED_SCHEDULES:
+        message = f'"{name}" is planned, but this version does not run it yet; it has {choices(SCHEDULES)}'
+        yield Problem(SCHEDULE, message, 'write "1f1b"')
+    else:
+        meant = nearest_word(name, SCHEDULES, cutoff=0.4) or "1f1b"
+        yield Problem(SCHEDULE, f"{show(name)} is not one of {choices(SCHEDULES)}", f'write "{meant}"')
+
+
+def _chunks_need_interleaving(file: JobFile) -> Iterator[Problem]:
+    pipeline = file.parallelism.pp
+    if pipeline.chunks > 1 and pipeline.schedule in SCHEDULES:
+        message = (
+            f"{pipeline.chunks} chunks need an interleaved schedule; {pipeline.schedule} has 1 chunk on each device"
+        )
+        yield Problem("parallelism.pp.chunks", message, "set it to 1 or leave it out")
+
+
+def _order_is_a_permutation(file: JobFile) -> Iterator[Problem]:
+    order = file.parallelism.order
+    if sorted(order.split(",")) != sorted(AXES):
+        message = f"{show(order)} does not name each of tp, pp and dp once"
+        yield Problem(
+            "parallelism.order", message, f'write them from the innermost outwards, such as "{DEFAULT_ORDER}"'
+        )
+
+
+def _one_number_format(file: JobFile) -> Iterator[Problem]:
+    halves = [name for name in ("fp16", "bf16") if getattr(file, name).enabled]
+    if len(halves) == 2:
+        yield Problem("fp16.enabled", "fp16 and bf16 are both on; a run has one format", "set one of them to false")
+    if halves and file.dtype == "float64":
+        message = f"float64 contradicts {halves[0]}.enabled"
+        yield Problem("dtype", message, f'write "float32" or leave it out, or set {halves[0]}.enabled to false')
+
+
+def _offload_has_shards(file: JobFile) -> Iterator[Problem]:
+    zero = file.zero_optimization
+    for name, stage in (("offload_optimizer", 1), ("offload_param", 3)):
+        offload = getattr(zero, name)
+        if offload is not None and offload.device != "none" and zero.stage < stage:
+            key = f"zero_optimization.{name}"
+            message = f"needs ZeRO stage {stage} or more, but zero_optimization.stage is {zero.stage}"
+            yield Problem(key, message, f"set zero_optimization.stage to {stage}, or remove {name}")
+
+
+def _momentum_is_for_sgd(file: JobFile) -> Iterator[Problem]:
+    if file.optimizer.type == "AdamW" and file.optimizer.params.momentum > 0:
+        message = f"AdamW has no momentum {file.optimizer.params.momentum}; its decay rates are betas"
+        yield Problem("optimizer.params.momentum", message, 'remove it, or set optimizer.type to "SGD"')
+
+
+def _warmup_fits(file: JobFile) -> Iterator[Problem]:
+    scheduler = file.scheduler
+    total = scheduler.total_steps or file.steps
+    if total is not None and scheduler.warmup_steps > total:
+        source = "scheduler.total_steps" if scheduler.total_steps else "steps"
+        message = f"{scheduler.warmup_steps} warm-up steps are more than {source} {total}"
+        yield Problem("scheduler.warmup_steps", message, f"set it to {total} or less, for example {total // 10}")
+
+
+def _scaling_has_a_reference(file: JobFile) -> Iterator[Problem]:
+    scheduler = file.scheduler
+    if scheduler.batch_scaling != "none" and scheduler.reference_batch_size is None:
+        message = f"{scheduler.batch_scaling} scaling needs the batch size that optimizer.params.lr was tuned for"
+        fix = 'add it, for example "reference_batch_size": 256, or set scheduler.batch_scaling to "none"'
+        yield Problem("scheduler.reference_batch_size", message, fix)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("model.hidden_size", "model.num_attention_heads"), _of_model(_heads_divide_width)),
+    Rule(("model.num_attention_heads", "model.num_key_value_heads"), _of_model(_kv_heads_divide_heads)),
+    Rule(("model.hidden_size", "model.num_attention_heads", "model.model_type"), _of_model(_rotary_pairs)),
+    Rule(("model.model_type", "model.hidden_act"), _of_model(_activation_of_style)),
+    Rule(("model.max_position_embeddings", "data.sequence_length"), _positions_cover_sequence),
+    Rule((TP_SIZE, "model"), _tp_divides("attention heads", lambda model: model.num_attention_heads)),
+    Rule((TP_SIZE, "model"), _tp_divides("key-value heads", lambda model: model.num_key_value_heads)),
+    Rule((TP_SIZE, "model"), _tp_divides("intermediate_size", lambda model: model.intermediate_size)),
+    Rule(("parallelism.tp", "data.sequence_length"), _sequence_parallel_divides),
+    Rule((PP_SIZE, "parallelism.pp.chunks", "model.num_hidden_layers"), _a_layer_for_every_stage),
+    Rule((PP_SIZE, "parallelism.pp.chunks", PARTITION, "model.num_hidden_layers"), _partition_counts),
+    Rule((SCHEDULE,), _schedule_is_known),
+    Rule((SCHEDULE, "parallelism.pp.chunks"), _chunks_need_interleaving),
+    Rule(("parallelism.order",), _order_is_a_permutation),
+    Rule(("fp16.enabled", "bf16.enabled", "dtype"), _one_number_format),
+    Rule(("zero_optimization",), _offload_has_shards),
+    Rule(("optimizer.type", "optimizer.params.momentum"), _momentum_is_for_sgd),
+    Rule(("scheduler.warmup_steps", "scheduler.total_steps", "steps"), _warmup_fits),
+    Rule(("scheduler.batch_scaling", "scheduler.reference_batch_size"), _scaling_has_a_reference),
+)
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Something a job may state and be explained with, that this version's training does not do."""
+
+    key: str
+    asked: Callable[[Job], bool]
+    message: str
+    fix: str
+
+
+def _offloads(job: Job, name: str) -> bool:
+    offload = getattr(job.zero_optimization, name)
+    return offload is not None and offload.device != "none"
+
+
+NOT_YET: tuple[NotYet, ...] = (
+    NotYet(
+        "zero_optimization.stage",
+        lambda job: job.zero_optimization.stage > 0,
+        "training does not split states over dp yet",
+        "set it to 0",
+    ),
+    NotYet(
+        "zero_optimization.offload_optimizer",
+        lambda job: _offloads(job, "offload_optimizer"),
+        "training does not offload yet",
+        "remove it",
+    ),
+    NotYet(
+        "zero_optimization.offload_param",
+        lambda job: _offloads(job, "offload_param"),
+        "training does not offload yet",
+        "remove it",
+    ),
+    NotYet(
+        "fp16.enabled",
+        lambda job: job.fp16.enabled,
+        "training does not run in float16 yet",
+        "set it to false, which trains in float32",
+    ),
+    NotYet(
+        "bf16.enabled",
+        lambda job: job.bf16.enabled,
+        "training does not run in bfloat16 yet",
+        "set it to false, which trains in float32",
+    ),
+    NotYet(
+        "activation_checkpointing.mode",
+        lambda job: job.activation_checkpointing.mode != "none",
+        "training does not recompute activations yet",
+        'set it to "none"',
+    ),
+    NotYet(
+        "checkpoint.every",
+        lambda job: job.checkpoint.every > 0,
+        "training does not write checkpoints yet",
+        "set it to 0",
+    ),
+    NotYet(
+        "scheduler.warmup_type",
+        lambda job: job.scheduler.warmup_type == "log" and job.scheduler.warmup_steps > 0,
+        "training does not warm up along a logarithm yet",
+        'set it to "linear"',
+    ),
+)
+_NEEDED: tuple[tuple[str, Callable[[Job], bool], str], ...] = (
+    ("model", lambda job: job.model is not None, 'add a model, for example "model": {"preset": "gpt2"}'),
+    (
+        "data",
+        lambda job: job.data is not None,
+        'add "data": {"train": "DIR", "sequence_length": 1024} with a DIR made by `threefold data build`',
+    ),
+    (
+        "data.train",
+        lambda job: job.data is None or job.data.train is not None,
+        'add "train": "DIR" with a DIR made by `threefold data build`',
+    ),
+    ("steps", lambda job: job.steps is not None, 'add the optimizer steps to run, for example "steps": 1000'),
+)
+
+
+def check_trainable(job: Job) -> list[Problem]:
+    """What training needs beyond a valid job: sections that are missing and settings that are not done yet."""
+    missing = [Problem(key, "is missing, and training needs it", fix) for key, given, fix in _NEEDED if not given(job)]
+    return missing + [Problem(item.key, item.message, item.fix) for item in NOT_YET if item.asked(job)]

@@ -1,0 +1,102 @@
+"""Which pipeline stage holds which layers and parameters. No layer is ever lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from threefold.errors import JobError, Problem
+
+EMBEDDING = "embed.tokens.weight"
+"""The token embedding, which the head of a model with tied embeddings uses again on the last stage."""
+
+
+def split_layers(num_layers: int, num_stages: int, partition: str | Sequence[int] = "even") -> tuple[range, ...]:
+    """The layers of each stage: contiguous ranges that cover ``range(num_layers)`` exactly once.
+
+    ``partition`` is "even", "auto", or the number of layers of each stage. "even" gives sizes that differ by at most
+    one; spare layers go to the middle stages first, then to the first (it also holds the embedding and, under 1F1B, the
+    most microbatches), then to the last (it also holds the head and the loss). "auto" is the same as "even" until
+    measured layer times balance the stages. An explicit list may be uneven and may hold 0 (a stage that holds only the
+    embedding or the head).
+
+    Raises JobError naming ``parallelism.pp.size`` or ``parallelism.pp.partition``.
+    """
+    if num_stages < 1:
+        raise JobError([Problem("parallelism.pp.size", f"{num_stages} is no number of stages", "use 1 or more")])
+    sizes = _stage_sizes(num_layers, num_stages, partition)
+    ends = list(accumulate(sizes))
+    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def _stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[int]) -> list[int]:
+    if not isinstance(partition, str):
+        return _explicit_sizes(num_layers, num_stages, list(partition))
+    if partition in ("even", "auto"):
+        return _even_sizes(num_layers, num_stages)
+    fix = "use 'even', 'auto' or a list with the number of layers of each stage"
+    raise JobError([Problem("parallelism.pp.partition", f"{partition!r} is no way to split layers", fix)])
+
+
+def _even_sizes(num_layers: int, num_stages: int) -> list[int]:
+    if num_stages > num_layers:
+        message = f"{num_stages} stages can't share {num_layers} layers evenly: a stage would be left without a layer"
+        fix = f"use a size from 1 to {num_layers}, or state parallelism.pp.partition as a list (it may hold 0)"
+        raise JobError([Problem("parallelism.pp.size", message, fix)])
+    base, num_spare = divmod(num_layers, num_stages)
+    sizes = [base] * num_stages
+    for stage in _spare_order(num_stages)[:num_spare]:
+        sizes[stage] += 1
+    return sizes
+
+
+def _spare_order(num_stages: int) -> list[int]:
+    # Later middle stages come first: stage r of 1F1B keeps min(m, p - r) microbatches, so a layer costs less there.
+    middle = list(range(num_stages - 2, 0, -1))
+    return [*middle, 0, num_stages - 1]
+
+
+def _explicit_sizes(num_layers: int, num_stages: int, sizes: list[int]) -> list[int]:
+    key = "parallelism.pp.partition"
+    fix = f"give {num_stages} numbers, 0 or more, that sum to {num_layers}"
+    if 1 <= num_stages <= num_layers:
+        fix += f", for example {_even_sizes(num_layers, num_stages)}"
+    problems = []
+    if len(sizes) != num_stages:
+        problems.append(Problem(key, f"{sizes} has {len(sizes)} entries for {num_stages} stages", fix))
+    if any(size < 0 for size in sizes):
+        problems.append(Problem(key, f"{sizes} holds a negative number of layers", fix))
+    if sum(sizes) != num_layers:
+        problems.append(Problem(key, f"{sizes} sums to {sum(sizes)}, but the model has {num_layers} layers", fix))
+    if problems:
+        raise JobError(problems)
+    return sizes
+
+
+def stage_of_parameter(name: str, stages: Sequence[range]) -> int:
+    """The stage that owns the parameter (or module) called ``name``.
+
+    ``embed.*`` is on the first stage, ``layers.N.*`` where layer N is, everything after the layers (``final_norm``,
+    ``head``) on the last. A tied embedding is owned by the first stage. Raises ValueError for a layer no stage holds.
+    """
+    parts = name.split(".")
+    if parts[0] == "embed":
+        return 0
+    if parts[0] != "layers":
+        return len(stages) - 1
+    layer = int(parts[1])
+    for stage, layers in enumerate(stages):
+        if layer in layers:
+            return stage
+    raise ValueError(f"{name}: no stage holds layer {layer}; the stages are {list(stages)}")
+
+
+def stage_parameters(names: Iterable[str], stages: Sequence[range], stage: int, *, tied: bool) -> tuple[str, ...]:
+    """The names, in the order given, of the parameters that ``stage`` holds.
+
+    With ``tied`` embeddings the last stage holds a copy of the token embedding besides the first stage's.
+    """
+    is_last = stage == len(stages) - 1
+    return tuple(
+        name for name in names if stage_of_parameter(name, stages) == stage or (tied and is_last and name == EMBEDDING)
+    )

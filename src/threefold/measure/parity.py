@@ -1,0 +1,292 @@
+"""Does a layout compute what one process computes? Loss, every raw gradient and every parameter are compared.
+
+SGD, not Adam: Adam divides by the gradient's own size and hides constant factors. Gradients are compared before clipping.
+Every rank compares its own shard with its slice of the single process's tensors, so nothing is gathered.
+
+How much difference is rounding? In float64 the limit is fixed. For other formats it is measured: the single process runs
+in that format and in float64, and the distance between the two is what rounding alone does to this very model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.errors import JobError, Problem
+from threefold.job import Job
+from threefold.measure.reference import Reference, run_reference
+from threefold.measure.worker_pool import WorkerContext, WorkerPool
+from threefold.parallel.engine import Engine, StepResult, build_engine, build_layout
+from threefold.parallel.mesh import build_mesh, describe
+from threefold.parallel.stage import ShardedParameter, take_shard
+from threefold.train.data.order import microbatch_samples
+from threefold.train.data.synthetic import SyntheticTokens
+
+FLOAT64_TOLERANCE = 1e-10
+DRIFT_MARGIN = 10.0
+"""A layout adds up in another order, which costs about as much as rounding itself; ten times as much is a bug."""
+
+_SMALL_TENSOR = 1e-3
+"""Errors are relative to the tensor's largest element, or to this share of the model's where the tensor is smaller:
+what rounding leaves of a gradient that is zero in theory must not count as a difference."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class ParitySettings:
+    """How the comparison is run."""
+
+    steps: int = 2
+    learning_rate: float = 0.5
+    dtype: str = "float64"
+    ignored_fraction: float = 0.4
+    only_valid: tuple[int, int] | None = None
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor (or the loss) that differs: at which step, on which rank, and by how much."""
+
+    kind: str
+    name: str
+    step: int
+    error: float
+    rank: int
+    place: str
+
+    def __str__(self) -> str:
+        what = {"loss": "the loss", "norm": "the gradient norm"}.get(self.kind, f"{self.kind} of {self.name}")
+        return f"{what} at step {self.step} on rank {self.rank} ({self.place}): relative error {self.error:.2e}"
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """The comparison of one layout; errors are the largest over steps, ranks and tensors, relative."""
+
+    layout: str
+    loss_error: float
+    norm_error: float
+    grad_error: float
+    param_error: float
+    first_difference: str | None
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What rounding in ``dtype`` does to one process: relative errors against float64."""
+
+    dtype: str
+    loss_error: float
+    grad_error: float
+    param_error: float
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error of a layout that rounding explains."""
+        return DRIFT_MARGIN * max(self.loss_error, self.grad_error, self.param_error)
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """All layouts against one process."""
+
+    ok: bool
+    dtype: str
+    tolerance: float
+    layouts: tuple[LayoutResult, ...]
+    drift: tuple[Drift, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for ``--json``."""
+        return asdict(self)
+
+
+def run_parity(
+    jobs: Mapping[str, Job],
+    settings: ParitySettings,
+    pool: WorkerPool | None = None,
+    on_result: Callable[[LayoutResult], None] = lambda _: None,
+    worker: Callable[..., list[Difference]] | None = None,
+) -> ParityReport:
+    """Compare each of ``jobs`` (the same job in several layouts, by name) with one process.
+
+    ``on_result`` sees each layout when it is done. ``worker`` replaces the function that runs on the ranks (tests plant
+    faults there). Raises WorkerError when a rank fails.
+    """
+    some_job = next(iter(jobs.values()))
+    source = synthetic_source(some_job, settings)
+    references = {
+        name: run_reference(some_job, source, settings.steps, settings.learning_rate, dtype)
+        for name, dtype in DTYPES.items()
+    }
+    drift = tuple(measure_drift(name, references[name], references["float64"]) for name in ("float32", "bfloat16"))
+    tolerance = {"float64": FLOAT64_TOLERANCE} | {entry.dtype: entry.tolerance for entry in drift}
+    own_pool = None if pool else WorkerPool(max(job.world_size for job in jobs.values()), settings.timeout_s)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="threefold-parity-") as directory:
+        path = Path(directory) / "reference.pt"
+        torch.save(asdict(references[settings.dtype]), path)
+        try:
+            for name, job in jobs.items():
+                found = (pool or own_pool or WorkerPool(job.world_size)).run(
+                    worker or compare_on_rank, job.world_size, job, settings, path, timeout_s=settings.timeout_s
+                )
+                results.append(summarize(name, [entry for part in found for entry in part], tolerance[settings.dtype]))
+                on_result(results[-1])
+        finally:
+            if own_pool:
+                own_pool.close()
+    ok = all(result.ok for result in results)
+    return ParityReport(ok, settings.dtype, tolerance[settings.dtype], tuple(results), drift)
+
+
+def synthetic_source(job: Job, settings: ParitySettings) -> SyntheticTokens:
+    """Random tokens; an uneven share of the labels is ignored, since even shares hide wrong averages."""
+    assert job.model is not None and job.data is not None, "parity needs a model and a sequence length"
+    return SyntheticTokens(
+        job.model.vocab_size, job.data.sequence_length, job.seed, settings.ignored_fraction, settings.only_valid
+    )
+
+
+def compare_on_rank(context: WorkerContext, job: Job, settings: ParitySettings, path: Path) -> list[Difference]:
+    """Run the layout on this rank and compare; returns every comparison, in the order of steps and of the model."""
+    reference = Reference(**torch.load(path, mmap=True))
+    mesh = build_mesh(build_layout(job), context.rank, activity=context.activity)
+    engine = build_engine(job, mesh, DTYPES[settings.dtype])
+    source = synthetic_source(job, settings)
+    optimizer = torch.optim.SGD([entry.parameter for entry in engine.parameters], lr=settings.learning_rate)
+    place = describe(mesh.coord)
+    found: list[Difference] = []
+    for step in range(settings.steps):
+        context.activity.begin_step(step)
+
+        def update(result: StepResult, step: int = step) -> None:
+            found.extend(_compare_step(engine, reference, step, result, context.rank, place))
+            engine.clip(result.grad_norm)
+            optimizer.step()
+
+        engine.train_step(replica_samples(job, mesh.coord.dp, step), source.batch, update)
+        values = {entry.name: entry.parameter.detach() for entry in engine.parameters}
+        errors = _tensor_errors(engine.parameters, values, reference.parameters[step])
+        found.extend(Difference("value", name, step, error, context.rank, place) for name, error in errors)
+    engine.check_replicas(settings.steps)
+    return found
+
+
+def replica_samples(job: Job, dp_coord: int, step: int) -> list[range]:
+    """The sample numbers of each microbatch of one replica."""
+    return [
+        microbatch_samples(step, job.train_batch_size, job.micro_batch, job.num_microbatches, dp_coord, index)
+        for index in range(job.num_microbatches)
+    ]
+
+
+def _compare_step(
+    engine: Engine, reference: Reference, step: int, result: StepResult, rank: int, place: str
+) -> Iterator[Difference]:
+    yield Difference("loss", "loss", step, _relative(result.loss, reference.losses[step]), rank, place)
+    gradients = {
+        entry.name: entry.parameter.grad for entry in engine.parameters if entry.parameter.grad is not None
+    }
+    for name, error in _tensor_errors(engine.parameters, gradients, reference.gradients[step]):
+        yield Difference("gradient", name, step, error, rank, place)
+    yield Difference("norm", "norm", step, _relative(result.grad_norm, reference.norms[step]), rank, place)
+
+
+def _tensor_errors(
+    parameters: Sequence[ShardedParameter], local: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> Iterator[tuple[str, float]]:
+    largest = max(float(tensor.abs().max()) for tensor in whole.values())
+    for entry in parameters:
+        expected = take_shard(whole[entry.name], entry.shard)
+        scale = max(float(whole[entry.name].abs().max()), _SMALL_TENSOR * largest)
+        yield entry.name, _largest_error(local.get(entry.name), expected, scale)
+
+
+def _largest_error(value: Tensor | None, expected: Tensor, scale: float) -> float:
+    if value is None or value.shape != expected.shape:
+        return float("inf")
+    error = float((value.double() - expected.double()).abs().max()) if value.numel() else 0.0
+    if error == 0.0:
+        return 0.0
+    return error / scale if scale > 0 and error == error else float("inf")
+
+
+def _relative(value: float, expected: float) -> float:
+    if value == expected or (value != value and expected != expected):
+        return 0.0
+    error = abs(value - expected) / abs(expected) if expected else float("inf")
+    return error if error == error else float("inf")
+
+
+def measure_drift(dtype: str, rounded: Reference, exact: Reference) -> Drift:
+    """How far one process in ``dtype`` is from one process in float64."""
+
+    def worst(kind: str) -> float:
+        pairs = zip(getattr(rounded, kind), getattr(exact, kind), strict=True)
+        return max(_worst_error(one, other) for one, other in pairs)
+
+    losses = zip(rounded.losses, exact.losses, strict=True)
+    loss_error = max(_relative(one, other) for one, other in losses)
+    return Drift(dtype, loss_error, worst("gradients"), worst("parameters"))
+
+
+def _worst_error(rounded: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    largest = max(float(tensor.abs().max()) for tensor in exact.values())
+    return max(
+        _largest_error(rounded[name], tensor, max(float(tensor.abs().max()), _SMALL_TENSOR * largest))
+        for name, tensor in exact.items()
+    )
+
+
+def summarize(layout: str, found: Sequence[Difference], tolerance: float) -> LayoutResult:
+    """The verdict on one layout; ``found`` holds every comparison of every rank."""
+
+    def worst(kind: str) -> float:
+        return max((entry.error for entry in found if entry.kind == kind), default=0.0)
+
+    # In the order of what happens in a step. sorted() keeps the model's order within a kind.
+    happens = ("loss", "gradient", "norm", "value")
+    differences = [entry for entry in found if entry.error > tolerance]
+    differences.sort(key=lambda entry: (entry.step, happens.index(entry.kind)))
+    first = str(differences[0]) if differences else None
+    return LayoutResult(
+        layout, worst("loss"), worst("norm"), worst("gradient"), worst("value"), first, ok=not differences
+    )
+
+
+def shrink(job: Job, *, layers: int = 8, width_per_head: int = 8, vocab_size: int = 509, sequence: int = 32) -> Job:
+    """A small model with the same structure: as many heads, fewer layers, narrower, fewer tokens."""
+    spec, data = job.model, job.data
+    if spec is None or data is None:
+        missing = "model" if spec is None else "data"
+        raise JobError([Problem(missing, "is missing, and parity needs it", f"add the section {missing}")])
+    hidden = spec.num_attention_heads * min(spec.head_dim, width_per_head)
+    small = spec.model_copy(
+        update={
+            "preset": None,
+            "hf": None,
+            "num_hidden_layers": min(spec.num_hidden_layers, layers),
+            "hidden_size": hidden,
+            "intermediate_size": min(spec.intermediate_size, 2 * hidden),
+            "vocab_size": min(spec.vocab_size, vocab_size),
+            "max_position_embeddings": min(spec.max_position_embeddings, sequence),
+        }
+    )
+    shorter = data.model_copy(update={"sequence_length": min(data.sequence_length, sequence)})
+    return job.model_copy(update={"model": small, "data": shorter})
+
+

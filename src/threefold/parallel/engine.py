@@ -1,0 +1,179 @@
+"""One rank of a 3D-parallel model: mesh, stage, pipeline and gradient sync put together.
+
+The engine computes true gradients and leaves them in ``parameter.grad``; what is done with them (clipping, the
+optimizer) is the trainer's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from threefold.job import Job, ModelSpec
+from threefold.layout import DECODER_STYLES, Layout, Style, StyleRule, qkv_sizes, shard, split_layers
+from threefold.models.decoder import Decoder
+from threefold.models.init import decoder_initial_value
+from threefold.parallel.batch import LoadSamples, ReplicaBatch, load_batch
+from threefold.parallel.data import GradientSync
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.norms import clip_factor, local_squared_norm
+from threefold.parallel.pipeline import Hooks, LossSum, PipelineExecutor, StepState
+from threefold.parallel.replicas import check_replicas, make_replicas_equal
+from threefold.parallel.stage import ShardedParameter, Stage, TensorParallelPlan, build_stage
+from threefold.parallel.vocab import VocabPart, cross_entropy_sum
+from threefold.schedule import build_schedule, forward_only, lower
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine needs to know besides its stage: see the job file's keys of the same names."""
+
+    schedule: str
+    num_microbatches: int
+    boundary_shape: tuple[int, ...]
+    dtype: torch.dtype
+    bucket_elements: int
+    overlap: bool = True
+    clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step seen from any rank: all numbers are global and equal everywhere.
+
+    ``loss`` is the mean over the valid tokens of the global batch, ``grad_norm`` the norm before clipping, ``stop``
+    whether any rank wishes to end.
+    """
+
+    loss: float
+    grad_norm: float
+    num_valid: int
+    stop: bool
+    peak_live: int
+
+
+class Engine:
+    """Forward, backward and gradient reduction of one rank. All ranks must make the same calls."""
+
+    def __init__(self, stage: Stage, mesh: Mesh, loss_sum: LossSum, options: EngineOptions) -> None:
+        self.stage, self.mesh, self.options = stage, mesh, options
+        self.parameters: tuple[ShardedParameter, ...] = stage.sharded
+        self.executor = PipelineExecutor(
+            {mesh.coord.pp: stage}, mesh, options.boundary_shape, options.dtype, loss_sum
+        )
+        self.gradients = GradientSync(self.parameters, mesh.dp, options.bucket_elements, options.overlap)
+        self.schedule = lower(build_schedule(options.schedule, mesh.layout.pp, options.num_microbatches))
+        make_replicas_equal(self.parameters)
+
+    def train_step(
+        self,
+        samples: Sequence[Sequence[int]],
+        load: LoadSamples,
+        update: Callable[[StepResult], None],
+        *,
+        stop: bool = False,
+    ) -> StepResult:
+        """One pass over this replica's ``samples`` (the sample numbers of each microbatch), then ``update(result)``.
+
+        ``update`` finds the summed gradients in ``parameter.grad``. ``stop`` is this rank's wish to end.
+        """
+        self.stage.train()
+        batch, num_valid = self._load(samples, load)
+        self.gradients.begin_step()
+        results: list[StepResult] = []
+
+        def step(state: StepState) -> None:
+            results.append(self._summarize(state, num_valid, stop))
+            update(results[0])
+
+        hooks = Hooks(before_last_backward=self.gradients.arm, sync=self.gradients.finish, step=step)
+        self.executor.run(self.schedule, batch, max(num_valid, 1), hooks)
+        return results[0]
+
+    def evaluate(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> StepResult:
+        """Loss over the valid tokens of all replicas' ``samples``; changes nothing, and the norm is 0."""
+        self.stage.eval()
+        batch, num_valid = self._load(samples, load)
+        schedule = lower(forward_only(self.mesh.layout.pp, len(samples)))
+        state = self.executor.run(schedule, batch, max(num_valid, 1))
+        return self._summarize(state, num_valid, stop=False, with_norm=False)
+
+    def clip(self, grad_norm: float) -> None:
+        """Scale all gradients so that their global norm is at most the limit."""
+        factor = clip_factor(grad_norm, self.options.clip_norm)
+        if factor < 1.0:
+            self.gradients.scale(factor)
+
+    def check_replicas(self, step: int) -> None:
+        """Raise ReplicaError, on every rank, when copies of a parameter are not equal."""
+        check_replicas(self.parameters, self.mesh, step)
+
+    def _load(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> tuple[ReplicaBatch, int]:
+        self.mesh.activity.begin_action("load data", -1, -1)
+        stage, device = self.stage, self.mesh.device
+        batch = load_batch(samples, load, device, with_tokens=stage.is_first, with_labels=stage.is_last)
+        num_valid = torch.tensor([batch.num_valid], dtype=torch.float64, device=device)
+        if stage.is_last:  # the only stage that needs it before backward
+            self.mesh.dp.all_reduce(num_valid).wait()
+        return batch, int(num_valid.item())
+
+    def _summarize(self, state: StepState, num_valid: int, stop: bool, with_norm: bool = True) -> StepResult:
+        """One small all-reduce tells every rank, whatever its stage, the loss, the norm and whether to stop."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
+        if state.loss_sum is not None and self.mesh.coord.tp == 0:
+            sums[0] = state.loss_sum
+            sums[1] = num_valid if self.mesh.coord.dp == 0 else 0
+        if with_norm:
+            sums[2] = local_squared_norm(self.parameters, self.mesh)
+        sums[3] = float(stop)
+        self.mesh.world.all_reduce(sums).wait()
+        loss_sum, valid, squared_norm, stops = sums.tolist()
+        # A batch without a single valid token has no loss; 0 would look like a perfect model.
+        loss = loss_sum / valid if valid else float("nan")
+        return StepResult(loss, squared_norm**0.5, int(valid), stops > 0, state.peak_live)
+
+
+def tensor_parallel_plan(spec: ModelSpec, sequence_parallel: bool) -> TensorParallelPlan:
+    """How the built-in decoder is split."""
+    qkv = qkv_sizes(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+    return TensorParallelPlan(DECODER_STYLES, qkv, sequence_parallel)
+
+
+def build_layout(job: Job) -> Layout:
+    """The job's rank map."""
+    return Layout(dp=job.dp, pp=job.pp, tp=job.tp, order=tuple(job.parallelism.order.split(",")))
+
+
+def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engine:
+    """The engine of the built-in decoder that ``job`` describes, on this rank, in ``dtype`` or the job's own."""
+    spec, data = job.model, job.data
+    assert spec is not None and data is not None, "check_trainable was not called"
+    dtype = dtype or getattr(torch, job.dtype)
+    sequence_parallel = job.parallelism.tp.sequence_parallel
+    layers = split_layers(spec.num_hidden_layers, job.pp, job.parallelism.pp.partition)[mesh.coord.pp]
+    with torch.device("meta"):
+        model = Decoder(spec)
+    plan = tensor_parallel_plan(spec, sequence_parallel)
+    initial_value = decoder_initial_value(spec, job.seed)
+    stage = build_stage(model, layers, mesh, plan, seed=job.seed, initial_value=initial_value, dtype=dtype)
+    local_sequence = data.sequence_length // (job.tp if sequence_parallel else 1)
+    options = EngineOptions(
+        schedule=job.parallelism.pp.schedule,
+        num_microbatches=job.num_microbatches,
+        boundary_shape=(job.micro_batch, local_sequence, spec.hidden_size),
+        dtype=dtype,
+        bucket_elements=job.zero_optimization.reduce_bucket_size,
+        overlap=job.zero_optimization.overlap_comm,
+        clip_norm=job.gradient_clipping,
+    )
+    return Engine(stage, mesh, decoder_loss(spec, mesh), options)
+
+
+def decoder_loss(spec: ModelSpec, mesh: Mesh) -> LossSum:
+    """Cross entropy over this rank's part of the vocabulary."""
+    rows = (spec.vocab_size, spec.hidden_size)
+    columns = shard(StyleRule(Style.VOCAB), "weight", rows, mesh.layout.tp, mesh.coord.tp)
+    part = VocabPart.of_shard(columns, spec.vocab_size, mesh.tp)
+    return lambda logits_BSV, labels_BS: cross_entropy_sum(logits_BSV, labels_BS, part)

@@ -1,0 +1,123 @@
+"""The live side of ``layout``: one rank's place in the job and its process groups, as a value that is passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from threefold.layout import AXES, Coord, Layout
+from threefold.parallel.activity import ActivityLog, NullActivity
+from threefold.parallel.collectives import Group, Traffic
+
+TIED = "tied"
+"""Name of the group that holds the copies of a tied embedding: all data-parallel ranks of the first and last stage."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's coordinate and its groups, by the axes that they connect."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    groups: Mapping[str, Group]
+    activity: ActivityLog
+    traffic: Traffic
+
+    @property
+    def coord(self) -> Coord:
+        """Position on each axis."""
+        return self.layout.coord(self.rank)
+
+    @property
+    def place(self) -> str:
+        """This rank in words, for messages."""
+        return f"rank {self.rank} ({describe(self.coord)})"
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one in these axes only, e.g. ``group("dp", "tp")``."""
+        return self.groups[group_name(self.layout, axes)]
+
+    @property
+    def dp(self) -> Group:
+        """Ranks that hold the same parameters and see other data."""
+        return self.group("dp")
+
+    @property
+    def tp(self) -> Group:
+        """Ranks that hold the other parts of the same layers."""
+        return self.group("tp")
+
+    @property
+    def pp(self) -> Group:
+        """Ranks that hold the other stages of the same replica."""
+        return self.group("pp")
+
+    @property
+    def world(self) -> Group:
+        """Every rank of the job."""
+        return self.group(*AXES)
+
+    @property
+    def tied(self) -> Group:
+        """Ranks that hold a copy of the same part of a tied embedding; on other stages, the ``dp`` group."""
+        return self.groups.get(TIED, self.dp)
+
+
+def describe(coord: Coord) -> str:
+    """``dp 0, pp 1, tp 0``."""
+    return f"dp {coord.dp}, pp {coord.pp}, tp {coord.tp}"
+
+
+def group_name(layout: Layout, axes: Iterable[str]) -> str:
+    """Canonical name of a union of axes: ``dp+tp``. Axes of one rank add nothing and are left out."""
+    sizes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+    return "+".join(axis for axis in AXES if axis in set(axes) and sizes[axis] > 1)
+
+
+def build_mesh(
+    layout: Layout,
+    rank: int,
+    device: torch.device | None = None,
+    activity: ActivityLog | None = None,
+) -> Mesh:
+    """Make every group of the layout. All ranks must call this, after ``init_process_group``."""
+    activity = activity or NullActivity()
+    traffic = Traffic()
+    groups: dict[str, Group] = {}
+
+    def add(name: str, all_ranks: Iterable[tuple[int, ...]]) -> None:
+        # new_group is collective over the world: every rank makes every group, in the same order.
+        for ranks in all_ranks:
+            handle = _process_group(ranks, layout.world_size)
+            if rank in ranks:
+                groups[name] = Group(name or "self", ranks, rank, handle, activity, traffic)
+
+    for axes in (("dp",), ("pp",), ("tp",), ("dp", "tp"), AXES):
+        name = group_name(layout, axes)
+        if name not in groups:
+            add(name, layout.groups(axes) if name else [(r,) for r in range(layout.world_size)])
+    if layout.pp > 1:
+        add(TIED, tied_ranks(layout))
+    return Mesh(layout, rank, device or torch.device("cpu"), groups, activity, traffic)
+
+
+def tied_ranks(layout: Layout) -> list[tuple[int, ...]]:
+    """For each tp coordinate: the ranks of the first and the last stage of all replicas."""
+    ends = (0, layout.pp - 1)
+    return [
+        tuple(sorted(layout.rank(dp=dp, pp=pp, tp=tp) for dp in range(layout.dp) for pp in ends))
+        for tp in range(layout.tp)
+    ]
+
+
+def _process_group(ranks: tuple[int, ...], world_size: int) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    if len(ranks) == world_size:
+        return dist.group.WORLD
+    handle = dist.new_group(list(ranks))
+    return handle if isinstance(handle, dist.ProcessGroup) else None

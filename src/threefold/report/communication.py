@@ -1,0 +1,155 @@
+"""What each axis sends, as tables: in bytes where the job states its model, in symbols where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from threefold.cost.traffic import Transfer, estimate_traffic
+from threefold.job.spec import Job
+from threefold.report.placement import Placement
+from threefold.report.words import format_bytes, format_integers
+
+GROUP_AXES = {
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "dp+tp": ("dp", "tp"),
+    "dp+pp": ("dp", "pp"),
+    "world": ("dp", "pp", "tp"),
+}
+"""Name of a group in ``Transfer.axis`` -> the axes that it runs over."""
+
+MOST_STAGES = 8
+"""Of more stages than this, only the first, the second and the last are listed."""
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """Transfers of one kind, and the stages whose ranks send them."""
+
+    axis: str
+    operation: str
+    what: str
+    when: str
+    stages: tuple[int, ...]
+    times: int
+    largest_bytes: int
+    bytes_per_step: int
+
+
+def traffic_rows(job: Job, sequence_length: int) -> list[TrafficRow]:
+    """The transfers of all stages; stages that send the same share a row, buckets of one kind too."""
+    stages: dict[tuple[str | int, ...], list[int]] = {}
+    rows: dict[tuple[str | int, ...], TrafficRow] = {}
+    for stage in listed_stages(job.pp):
+        for row in _merge_buckets(estimate_traffic(job, stage, sequence_length)):
+            key = (row.axis, row.operation, row.what, row.when, row.times, row.largest_bytes, row.bytes_per_step)
+            stages.setdefault(key, []).append(stage)
+            rows.setdefault(key, row)
+    merged = [_with_stages(row, tuple(stages[key])) for key, row in rows.items()]
+    return sorted(merged, key=lambda row: list(GROUP_AXES).index(row.axis))
+
+
+def listed_stages(num_stages: int) -> list[int]:
+    """The stages that tables list."""
+    return list(range(num_stages)) if num_stages <= MOST_STAGES else [0, 1, num_stages - 1]
+
+
+def _merge_buckets(transfers: tuple[Transfer, ...]) -> Iterator[TrafficRow]:
+    kinds: dict[tuple[str, str, str, str], list[Transfer]] = {}
+    for transfer in transfers:
+        kinds.setdefault((transfer.axis, transfer.operation, transfer.what, transfer.when), []).append(transfer)
+    for kind, members in kinds.items():
+        times = sum(member.count_per_step for member in members)
+        largest = max(member.payload_bytes for member in members)
+        yield TrafficRow(*kind, (), times, largest, sum(member.bytes_per_step for member in members))
+
+
+def _with_stages(row: TrafficRow, stages: tuple[int, ...]) -> TrafficRow:
+    return TrafficRow(
+        row.axis, row.operation, row.what, row.when, stages, row.times, row.largest_bytes, row.bytes_per_step
+    )
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of words: a header and rows, all of the same length."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def traffic_table(job: Job, placement: Placement, sequence_length: int) -> TextTable:
+    """Every transfer of a step with its bytes."""
+    header = ("axis", "operation", "what", "when", "stage", "a step", "bytes each", "bytes a step", "links")
+    rows = tuple(
+        (
+            row.axis,
+            row.operation,
+            row.what,
+            row.when,
+            format_integers(row.stages),
+            f"{row.times:,} ×",
+            _each(row),
+            format_bytes(row.bytes_per_step),
+            placement.links(GROUP_AXES[row.axis]),
+        )
+        for row in traffic_rows(job, sequence_length)
+    )
+    return TextTable(header, rows)
+
+
+def _each(row: TrafficRow) -> str:
+    prefix = "" if row.times * row.largest_bytes == row.bytes_per_step else "up to "
+    return prefix + format_bytes(row.largest_bytes)
+
+
+def symbolic_table(job: Job, placement: Placement) -> TextTable:
+    """The same for a job without a model: counts with L layers a stage, sizes with S, D and P."""
+    header = ("axis", "operation", "what", "when", "a step", "elements each", "links")
+    rows = [
+        (axis, *words, placement.links(GROUP_AXES[axis]))
+        for axis, lines in (("tp", _tensor_lines(job)), ("pp", _pipeline_lines(job)), ("dp", _data_lines(job)))
+        for words in lines
+        if getattr(job, axis) > 1
+    ]
+    return TextTable(header, tuple(rows))
+
+
+def _tensor_lines(job: Job) -> list[tuple[str, ...]]:
+    activations, M = f"{job.micro_batch}·S·D", job.num_microbatches
+    if job.parallelism.tp.sequence_parallel:
+        return [
+            ("all_gather", "layer inputs", "forward, 2 a layer and microbatch", f"{2 * M}·L ×", activations),
+            ("reduce_scatter", "layer outputs", "forward, 2 a layer and microbatch", f"{2 * M}·L ×", activations),
+            ("all_gather", "gradients and inputs", "backward, 4 a layer and microbatch", f"{4 * M}·L ×", activations),
+            ("reduce_scatter", "input gradients", "backward, 2 a layer and microbatch", f"{2 * M}·L ×", activations),
+        ]
+    return [
+        ("all_reduce", "layer outputs", "forward, 2 a layer and microbatch", f"{2 * M}·L ×", activations),
+        ("all_reduce", "input gradients", "backward, 2 a layer and microbatch", f"{2 * M}·L ×", activations),
+    ]
+
+
+def _pipeline_lines(job: Job) -> list[tuple[str, ...]]:
+    part = f"/{job.tp}" if job.parallelism.tp.sequence_parallel and job.tp > 1 else ""
+    elements, times = f"{job.micro_batch}·S·D{part}", f"{job.num_microbatches} ×"
+    return [
+        ("send", "activations to the next stage", "forward, 1 a microbatch", times, elements),
+        ("send", "their gradient back", "backward, 1 a microbatch", times, elements),
+    ]
+
+
+def _data_lines(job: Job) -> list[tuple[str, ...]]:
+    zero, M = job.zero_optimization.stage, job.num_microbatches
+    parameters = f"P/{job.tp * job.pp}" if job.tp * job.pp > 1 else "P"
+    if zero == 0:
+        return [("all_reduce", "gradients", "backward of the last microbatch", "1 ×", parameters)]
+    if zero == 3:
+        gather = ("all_gather", "parameters", "before forward, again before backward", f"{2 * M} ×", parameters)
+    else:
+        gather = ("all_gather", "updated parameters", "after the optimizer step", "1 ×", parameters)
+    times = f"{M} ×" if zero > 1 else "1 ×"
+    when = "backward of each microbatch" if zero > 1 else "backward of the last microbatch"
+    return [("reduce_scatter", "gradients", when, times, parameters), gather]

@@ -1,0 +1,97 @@
+"""What happens before the first rank starts: all that can be known then is checked, and the run directory is made."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from threefold.errors import JobError, Problem
+from threefold.job import Job, check_trainable
+from threefold.train.launcher import METRICS_FILE
+
+RESOLVED_JOB = "job.json"
+"""The job as it runs, with every default and every derived number filled in; written into the run directory."""
+
+
+def is_cpu(job: Job) -> bool:
+    """Whether the ranks compute on CPUs."""
+    return job.cluster is None or job.cluster.device == "cpu"
+
+
+def check_one_machine(job: Job, job_file: Path) -> None:
+    """Refuse GPUs on several machines, whose ranks must be started on each. CPU ranks may stand in for nodes."""
+    cluster = job.cluster
+    if cluster is None or cluster.nodes == 1 or is_cpu(job):
+        return
+    fix = (
+        f"run this on each of them: torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} "
+        f"--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME -m threefold train {job_file}"
+    )
+    raise JobError([Problem("cluster.nodes", f"is {cluster.nodes}; this command starts ranks on one machine", fix)])
+
+
+def check_before_start(job: Job, num_local_ranks: int) -> None:
+    """Refuse what can't be trained, data that is missing or does not fit, devices that are not there.
+
+    Raises JobError or DataError. The cheap checks come first, since the others need torch.
+    """
+    problems = check_trainable(job)
+    if problems:
+        raise JobError(problems)
+
+    from threefold.train.worker import open_sources
+
+    open_sources(job)
+    if not is_cpu(job):
+        _check_gpus(num_local_ranks)
+
+
+def _check_gpus(needed: int) -> None:
+    import torch
+
+    # device_count asks the driver; it does not make a context, which would take memory on the first GPU.
+    found = torch.cuda.device_count()
+    if found < needed:
+        message = f"the job needs {needed} GPUs on this machine, which has {found}"
+        raise JobError(
+            [Problem("cluster.device", message, "set cluster.device=cpu, or run on a machine that has them")]
+        )
+
+
+def new_run_dir(job_file: Path) -> Path:
+    """A directory that does not exist yet: ``runs/NAME-TIME``, with a number behind it if need be."""
+    base = Path("runs") / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def prepare_run_dir(run_dir: Path, job: Job) -> None:
+    """Make the directory and write the resolved job into it. Refuses one that holds the metrics of another run."""
+    if (run_dir / METRICS_FILE).exists():
+        raise JobError(
+            [Problem("--run-dir", f"{run_dir} holds another run", "name a new directory, or remove this one")]
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / RESOLVED_JOB).write_text(job.to_json())
+    except OSError as error:
+        message = f"can't write into {run_dir}: {error.strerror}"
+        raise JobError([Problem("--run-dir", message, "name a directory that you may write to")]) from error
+
+
+def summarize(job: Job, run_dir: Path) -> str:
+    """One paragraph: what is about to happen, in the numbers that a person checks first."""
+    assert job.model is not None and job.data is not None, "check_trainable refuses a job without them"
+    axes = " × ".join(f"{axis}={size}" for axis, size in (("dp", job.dp), ("tp", job.tp), ("pp", job.pp)))
+    pipeline = f" ({job.parallelism.pp.schedule})" if job.pp > 1 else ""
+    device = job.cluster.device if job.cluster else "cpu"
+    tokens = job.train_batch_size * job.data.sequence_length
+    return (
+        f"Training {job.model.num_parameters / 1e6:,.1f} M parameters ({job.model.model_type}) for {job.steps} steps in "
+        f"{job.precision} on {job.world_size} × {device}: {axes}{pipeline}. Each step takes {job.train_batch_size} "
+        f"samples = {tokens:,} tokens: {job.num_microbatches} microbatches of {job.micro_batch} on each of {job.dp} "
+        f"replicas. Everything goes to {run_dir}."
+    )

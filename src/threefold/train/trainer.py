@@ -1,0 +1,153 @@
+"""The training loop of one rank: it obeys the job and decides nothing about the layout."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from threefold.errors import WorkerError
+from threefold.job import Job
+from threefold.parallel.engine import Engine, StepResult
+from threefold.train.data.order import microbatch_samples
+from threefold.train.data.source import SampleSource
+from threefold.train.learning_rate import learning_rate_schedule
+from threefold.train.metrics import MetricsWriter, StepMetrics
+from threefold.train.optimizer import build_optimizer, set_learning_rate
+
+
+class StopRequest:
+    """Whether this process was asked to end after the current step (Ctrl-C, or SIGTERM from a scheduler)."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Note SIGINT and SIGTERM instead of dying of them, as long as the context lasts."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(signum, self._note) for signum in signals]
+        try:
+            yield self
+        finally:
+            for signum, handler in zip(signals, before, strict=True):
+                signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.wanted = True
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where samples come from; ``validation`` is None when there are no held-out tokens."""
+
+    train: SampleSource
+    validation: SampleSource | None = None
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """How a run ended: steps done, last loss, and whether it was stopped before its end."""
+
+    steps: int
+    loss: float
+    stopped: bool
+
+
+class Trainer:
+    """Trains ``engine`` on ``sources`` as ``job`` says. Only one rank has a ``metrics`` writer."""
+
+    def __init__(
+        self, job: Job, engine: Engine, sources: Sources, metrics: MetricsWriter | None, stop: StopRequest | None = None
+    ) -> None:
+        self.job, self.engine, self.sources, self.metrics = job, engine, sources, metrics
+        self.stop = stop or StopRequest()
+        self.optimizer = build_optimizer(job.optimizer, engine.parameters)
+        self.learning_rate = learning_rate_schedule(job)
+
+    def run(self) -> TrainSummary:
+        """Train to the job's last step, or to the end of the step in which a rank was asked to stop.
+
+        Raises WorkerError when the loss is not finite, ReplicaError when replicas have drifted apart.
+        """
+        job, loss, steps = self.job, math.nan, self.job.steps or 0
+        for step in range(steps):
+            self.engine.mesh.activity.begin_step(step + 1)
+            result = self._train_step(step)
+            loss = result.loss
+            done = step + 1
+            if _is_due(job.replica_check.every, done, steps):
+                self.engine.check_replicas(done)
+            if result.stop:
+                return TrainSummary(done, loss, stopped=done < steps)
+            if self.sources.validation is not None and _is_due(job.evaluation.every, done, steps):
+                self._evaluate(done, self.sources.validation)
+        return TrainSummary(steps, loss, stopped=False)
+
+    def _train_step(self, step: int) -> StepResult:
+        begin = time.perf_counter()
+        rate = self.learning_rate(step)
+        result = self.engine.train_step(
+            self._samples(step), self.sources.train.batch, lambda result: self._update(step, rate, result),
+            stop=self.stop.wanted,
+        )
+        self._report(step, rate, result, time.perf_counter() - begin)
+        return result
+
+    def _update(self, step: int, rate: float, result: StepResult) -> None:
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)) and result.num_valid:
+            raise WorkerError(
+                f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}, so training has "
+                f"diverged; parameters are as they were before this step. fix: lower optimizer.params.lr (now "
+                f"{rate:.3g}), lengthen scheduler.warmup_steps or set gradient_clipping (now {self.job.gradient_clipping})"
+            )
+        self.engine.clip(result.grad_norm)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+
+    def _report(self, step: int, rate: float, result: StepResult, step_s: float) -> None:
+        done = step + 1
+        if self.metrics is None or not _is_due(self.job.logging.every, done, self.job.steps or done):
+            return
+        assert self.job.data is not None, "check_trainable was not called"
+        step_tokens = self.job.train_batch_size * self.job.data.sequence_length
+        self.metrics.step(
+            StepMetrics(
+                step=done,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=rate,
+                tokens=done * step_tokens,
+                tokens_per_s=step_tokens / step_s,
+                step_s=step_s,
+            )
+        )
+
+    def _evaluate(self, done: int, source: SampleSource) -> None:
+        """Loss on the first ``evaluation.batches`` held-out batches: the same samples each time."""
+        assert self.job.data is not None, "check_trainable was not called"
+        available = max(1, source.num_samples // self.job.train_batch_size)
+        batches = min(self.job.evaluation.batches, available)
+        results = [self.engine.evaluate(self._samples(index), source.batch) for index in range(batches)]
+        num_valid = sum(result.num_valid for result in results)
+        loss = sum(result.loss * result.num_valid for result in results if result.num_valid) / max(num_valid, 1)
+        if self.metrics is not None:
+            self.metrics.evaluation(done, loss, num_valid)
+
+    def _samples(self, step: int) -> Sequence[range]:
+        job = self.job
+        return [
+            microbatch_samples(
+                step, job.train_batch_size, job.micro_batch, job.num_microbatches, self.engine.mesh.coord.dp, index
+            )
+            for index in range(job.num_microbatches)
+        ]
+
+
+def _is_due(every: int, done: int, steps: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens now; the last step always counts."""
+    return every > 0 and (done % every == 0 or done == steps)

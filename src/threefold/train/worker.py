@@ -1,0 +1,120 @@
+"""One rank of a training job, from joining the others to the last step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from threefold.errors import DataError, JobError, Problem
+from threefold.job import Job
+from threefold.parallel.activity import ActivityBoard, ActivityLog, ActivityWriter, NullActivity
+from threefold.parallel.engine import build_engine, build_layout
+from threefold.parallel.mesh import build_mesh, describe
+from threefold.train.data.dataset import TokenDataset
+from threefold.train.launcher import BOARD_VARIABLE, STORE_VARIABLE
+from threefold.train.metrics import MetricsWriter
+from threefold.train.trainer import Sources, StopRequest, Trainer, TrainSummary
+from threefold.train.watchdog import Watchdog, end_process
+
+_BACKSTOP = 2.0
+"""The backend's own timeout, in watchdog timeouts: it ends a rank whose watchdog thread is stuck too."""
+
+
+def run_worker(job: Job, run_dir: Path) -> int:
+    """Train as the rank that the environment names; 0 when done, also after a stop that was asked for.
+
+    Environment: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, as torchrun and threefold's launcher set them. Ranks meet
+    over the file ``THREEFOLD_STORE`` or, without it, as ``MASTER_ADDR`` says. Raises WorkerError when a peer is lost.
+    """
+    rank = int(os.environ["RANK"])
+    stop = StopRequest()
+    with stop.listening(), _activity(job, rank, run_dir) as activity:
+        try:
+            summary = _train(job, rank, run_dir, activity, stop)
+        except Exception as error:
+            activity.finish("failed", str(error).splitlines()[0] if str(error) else repr(error))
+            raise
+        activity.finish("done", f"stopped after step {summary.steps}" if summary.stopped else "")
+    return 0
+
+
+def _train(job: Job, rank: int, run_dir: Path, activity: ActivityLog, stop: StopRequest) -> TrainSummary:
+    device = choose_device(job)
+    _join(job, rank, device)
+    try:
+        mesh = build_mesh(build_layout(job), rank, device, activity)
+        engine = build_engine(job, mesh)
+        sources = open_sources(job)
+        if rank != 0:
+            return Trainer(job, engine, sources, None, stop).run()
+        with MetricsWriter(run_dir, job.steps or 0, job.logging.tensorboard, live=True) as metrics:
+            return Trainer(job, engine, sources, metrics, stop).run()
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(job: Job) -> torch.device:
+    """This rank's device: its own GPU when the job asks for GPUs, else the CPU."""
+    if job.cluster is None or job.cluster.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        message = f"is {job.cluster.device!r}, but PyTorch finds no GPU on this machine"
+        raise JobError([Problem("cluster.device", message, 'run it on a GPU machine, or set cluster.device to "cpu"')])
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(job: Job, rank: int, device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=_BACKSTOP * job.watchdog.timeout_s)
+    store_path = os.environ.get(STORE_VARIABLE)
+    if store_path is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = dist.FileStore(store_path, job.world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+
+
+def open_sources(job: Job) -> Sources:
+    """The job's token files. Raises DataError when they are missing, too short, or of another vocabulary."""
+    assert job.data is not None and job.data.train is not None, "check_trainable was not called"
+    data = job.data
+    train = TokenDataset.open(data.train, "train", data.sequence_length, job.seed)
+    check_vocabulary(job, train, data.train)
+    if not job.evaluation.every:
+        return Sources(train)
+    directory = data.validation or data.train
+    # Held-out samples are always the same ones, in the order of the file.
+    validation = TokenDataset.open(directory, "validation", data.sequence_length, job.seed, shuffle=False)
+    check_vocabulary(job, validation, directory)
+    return Sources(train, validation)
+
+
+def check_vocabulary(job: Job, dataset: TokenDataset, directory: str) -> None:
+    """Refuse tokens that the model has no row for."""
+    assert job.model is not None, "check_trainable was not called"
+    if dataset.vocab_size > job.model.vocab_size:
+        raise DataError(
+            f"model.vocab_size: {directory} has a vocabulary of {dataset.vocab_size}, the model one of "
+            f"{job.model.vocab_size}\n    fix: set model.vocab_size to at least {dataset.vocab_size}"
+        )
+
+
+@contextmanager
+def _activity(job: Job, rank: int, run_dir: Path) -> Iterator[ActivityLog]:
+    """Note on the board what this rank does, with a watchdog that ends it when it hangs."""
+    board_path = os.environ.get(BOARD_VARIABLE)
+    if board_path is None:
+        yield NullActivity()
+        return
+    place = describe(build_layout(job).coord(rank))
+    writer = ActivityWriter(ActivityBoard.open(board_path), rank, place)
+    with Watchdog(writer, job.watchdog.timeout_s, end_process(run_dir, rank)):
+        yield writer
