@@ -1,6 +1,9 @@
 """Building token directories, and the commands that do it."""
 
 import json
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,33 @@ def test_bpe_learns_from_a_part_of_a_large_corpus(
 ) -> None:
     monkeypatch.setattr(build, "BPE_TRAINING_BYTES", 1000)
     assert make(corpus, out=tmp_path / "out", tokenizer="bpe:5000").meta.vocab_size < 400
+
+
+def test_bpe_learns_from_pieces_of_a_single_huge_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "BPE_TRAINING_BYTES", 2000)
+    monkeypatch.setattr("threefold.train.data.documents.PIECE_CHARACTERS", 100)
+    (tmp_path / "big.txt").write_text("many words make one long line of text\n" * 1000)
+    for seed in range(5):
+        report = make(tmp_path / "big.txt", out=tmp_path / f"{seed}", tokenizer="bpe:270", seed=seed)
+        assert report.meta.vocab_size == 270
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_BATCH_CHARACTERS", 1 << 15)
+    monkeypatch.setattr("threefold.train.data.documents.PIECE_CHARACTERS", 1 << 15)
+    (tmp_path / "big.txt").write_text("one line of a long text\n" * 200_000)  # 4.8 MB, a single document
+    tracemalloc.start()
+    make(tmp_path / "big.txt", out=tmp_path / "out")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1.5e6
+
+
+def test_nothing_here_imports_torch() -> None:
+    modules = ["cli.data", "train.metrics", "train.learning_rate", "train.data.build", "train.data.synthetic"]
+    imports = "; ".join(f"import threefold.{module}" for module in modules)
+    check = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_progress_goes_from_0_to_1_in_each_pass(corpus: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The learning rate: shapes, closed forms, and independence of the world size."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import JobError
+from threefold.job import Job, parse_job, relayout
+from threefold.job.spec import Scheduler
 from threefold.train.learning_rate import LearningRateSchedule, batch_factor, learning_rate_schedule
 
 
@@ -65,41 +66,40 @@ def test_batch_scaling_follows_the_published_rules() -> None:
     assert batch_factor("sqrt", 64, 256) == 0.5
 
 
-def make_job(dp: int, **scheduler: Any) -> Any:
-    """Make the part of a job that the rate may depend on, and the layout, on which it must not."""
-    fields = {
-        "type": "cosine",
-        "warmup_steps": 3,
-        "warmup_type": "linear",
-        "min_lr_ratio": 0.1,
-        "total_steps": None,
-        "batch_scaling": "none",
-        "reference_batch_size": None,
-    }
-    return SimpleNamespace(
-        scheduler=SimpleNamespace(**{**fields, **scheduler}),
-        optimizer=SimpleNamespace(params=SimpleNamespace(lr=3e-4)),
-        steps=20,
-        train_batch_size=64,
-        gradient_accumulation_steps=64 // dp,
-        dp=dp,
+def make_job(**scheduler: Any) -> Job:
+    """Make a job of one process with 64 samples a step."""
+    return parse_job(
+        {
+            "steps": 20,
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+            "scheduler": {"type": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1, **scheduler},
+        },
+        world_size=1,
     )
 
 
 @pytest.mark.parametrize("scaling", [{}, {"batch_scaling": "linear", "reference_batch_size": 16}])
 def test_the_rate_of_a_step_does_not_depend_on_the_world_size(scaling: dict[str, Any]) -> None:
     """Field report B120: a scheduler that every rank, or every microbatch, advances runs too fast."""
-    alone = learning_rate_schedule(make_job(dp=1, **scaling))
-    assert rates(alone, 20)[0] == pytest.approx(1e-4 * (4 if scaling else 1))
+    job = make_job(**scaling)
+    alone = learning_rate_schedule(job)
+    assert alone(0) == pytest.approx(1e-4 * (4 if scaling else 1))
     for dp in (2, 8, 64):
-        assert rates(learning_rate_schedule(make_job(dp, **scaling)), 20) == rates(alone, 20)
+        spread = relayout(job, dp=dp)
+        assert (spread.world_size, spread.train_batch_size) == (dp, 64)
+        assert rates(learning_rate_schedule(spread), 20) == rates(alone, 20)
 
 
 def test_the_decay_ends_at_the_jobs_steps_unless_told_otherwise() -> None:
-    assert learning_rate_schedule(make_job(1))(20) == pytest.approx(3e-5)
-    assert learning_rate_schedule(make_job(1, total_steps=40))(20) > 1e-4
+    assert learning_rate_schedule(make_job())(20) == pytest.approx(3e-5)
+    assert learning_rate_schedule(make_job(total_steps=40))(20) > 1e-4
 
 
 def test_scaling_without_a_reference_is_refused() -> None:
+    job = make_job()
+    # The job's own rules refuse this in a file; a job that is made in Python passes them by.
+    without_reference = job.model_copy(update={"scheduler": Scheduler(batch_scaling="sqrt")})
     with pytest.raises(JobError, match=r"scheduler.reference_batch_size: is missing(.|\n)*fix: set it"):
-        learning_rate_schedule(make_job(1, batch_scaling="sqrt"))
+        learning_rate_schedule(without_reference)

@@ -15,10 +15,12 @@ import pytest
 from threefold.parallel.activity import Activity, ActivityBoard, ActivityWriter, State
 from threefold.train.watchdog import (
     EXIT_HANG,
+    STARTING_S,
     Diagnosis,
     Watchdog,
     diagnose,
     end_process,
+    patience_s,
     process_state,
     read_failure,
     write_failure,
@@ -91,7 +93,7 @@ def test_a_silent_process_is_named_even_if_it_waits(processes: dict[int, str], w
     assert found.culprits == (3,)
     assert words in found.text
     assert "no sign of life for 31 s" in found.text
-    assert "waiting in all_reduce over tp[2,3] (wait 41)" in found.text
+    assert "waiting in all_reduce over tp[2,3] (wait 41); rank 2 waits for it in all_reduce" in found.text
 
 
 def test_a_silent_process_outweighs_the_failures_that_followed() -> None:
@@ -256,6 +258,16 @@ def test_the_thread_is_content_while_the_rank_moves(tmp_path: Path) -> None:
             writer.begin_step(step)
             time.sleep(0.04)
     assert found == []
+
+
+def test_the_thread_gives_a_rank_that_starts_more_time(tmp_path: Path) -> None:
+    _, watchdog, found = watched(tmp_path, timeout_s=0.2)
+    with watchdog:
+        time.sleep(0.6)
+    assert found == []
+    assert patience_s(State.STARTING, 0.2) == STARTING_S
+    assert patience_s(State.STARTING, 300.0) == 300.0
+    assert patience_s(State.WAITING, 0.2) == 0.2
 
 
 def test_the_thread_is_content_after_the_end(tmp_path: Path) -> None:

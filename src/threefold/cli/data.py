@@ -22,7 +22,7 @@ _SHOWN_SKIPPED = 5
 @app.command()
 def build(
     sources: Annotated[
-        list[Path], typer.Argument(metavar="SOURCE...", help="Text, .jsonl(.gz) or .parquet files, or directories.")
+        list[Path], typer.Argument(metavar="SOURCE", help="Text, .jsonl(.gz) or .parquet files, or directories.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to make.")],
     tokenizer: Annotated[

@@ -94,7 +94,7 @@ def parity(
         list[str] | None,
         typer.Option(metavar="SPEC", help="Compare this layout, like dp=2,tp=2,pp=2,schedule=gpipe; repeatable."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Number format: float32 or float64.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="Number format: float64, float32 or bfloat16.")] = "float64",
     set_: Overrides = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     steps: Annotated[int, typer.Option(metavar="K", min=1, help="Optimizer steps to compare.")] = 2,

@@ -73,17 +73,16 @@ def _refuse_layout(sizes: Mapping[str, int | None], world: int, file: JobFile, f
     stated = {axis: size for axis, size in sizes.items() if size is not None}
     used = math.prod(stated.values())
     product = " × ".join(f"{axis} {size}" for axis, size in stated.items())
-    relation = "needs" if "dp" in stated else "must divide"
     fits = {axis: _fitting(axis, stated, world) for axis in stated}
     # Blame the axis that can be repaired alone; of several, one that was asked for: larger than 1.
     repairable = sorted((axis for axis in stated if fits[axis]), key=lambda axis: stated[axis] == 1)
     key = f"parallelism.{repairable[0]}.size" if repairable else "parallelism"
     repairs = [f"parallelism.{axis}.size to {choices(fits[axis])}" for axis in repairable]
     enough = used if "dp" in stated else used * max(1, round(world / used))
-    repairs.append(f"the number of devices to {enough}" if file.cluster else f"the number of processes to {enough}")
-    message = f"{product} = {used} {relation} the world: there are {_devices(file, world)}"
-    if relation == "needs":
-        message = f"{product} needs {used} devices, but there are {_devices(file, world)}"
+    world_key = "cluster.nodes × cluster.devices_per_node" if file.cluster else "the number of processes"
+    repairs.append(f"{world_key} to {enough}")
+    needed = f"{used} devices" if "dp" in stated else f"{used} devices or a multiple"
+    message = f"{product} = {needed}, but this job has {_devices(file, world)}"
     findings.problem(key, message, f"set {', or '.join(repairs)}")
 
 
@@ -136,18 +135,17 @@ class _Triangle:
         message = f"{total} is not {micro} × {accumulation} × {self.dp} = {product}"
         if total == product * self.replica_devices and self.replica_devices > 1:
             message += f" (the last factor is dp {self.dp}, not all {self.dp * self.replica_devices} devices)"
-        self._refuse(
-            message, f"set {TOTAL} to {product}, {self._repair_by_accumulation()}, or leave one of the three out"
-        )
+        self._refuse(message, f"set {self._repairs(product)}, or leave one of the three out")
         return None
 
-    def _repair_by_accumulation(self) -> str:
+    def _repairs(self, product: int) -> str:
+        """The batch size that the other two make, and the nearest ones that other accumulations would."""
         total, unit = self.total or 1, (self.micro or 1) * self.dp
         if total % unit == 0:
-            return f"or {ACCUMULATION} to {total // unit}"
-        near = multiples_around(total, unit)
+            return f"{TOTAL} to {product}, or {ACCUMULATION} to {total // unit}"
+        near = [multiple for multiple in multiples_around(total, unit) if multiple != product]
         pairs = choices(f"{multiple} with {ACCUMULATION} {multiple // unit}" for multiple in near)
-        return f"or {TOTAL} to {pairs}"
+        return f"{TOTAL} to {product}, or to {pairs}"
 
     def _derive_accumulation(self) -> tuple[int, int] | None:
         total, micro = self.total or 1, self.micro or 1

@@ -15,7 +15,7 @@ from threefold.errors import JobError, Problem
 from threefold.job.messages import printable, show
 
 Settings = dict[str, Any]
-MOST_BYTES = 1_000_000
+MOST_BYTES = 200_000
 DEEPEST = 32
 _EXAMPLE = '{"train_batch_size": 8, "parallelism": {"dp": {"size": 2}}}'
 
@@ -45,6 +45,10 @@ class JobLoader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"key {show(key)} is given twice", problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+class _DuplicateKeyError(ValueError):
+    """JSON text gives a key twice."""
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -106,7 +110,7 @@ def check_plain(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _odd_values(value: object, key: str, depth: int) -> Iterator[Problem]:
-    name = printable(key) or "the job"
+    name = printable(key[:60]) or "the job"
     if depth > DEEPEST:
         yield Problem(name, f"is nested more than {DEEPEST} deep", "write it flat: no section of a job is so deep")
     elif isinstance(value, Mapping):
@@ -181,6 +185,8 @@ def _parse(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         if isinstance(json_error, json.JSONDecodeError) and _looks_like_json(text):
             raise _json_refusal(json_error, where) from None
+        if isinstance(json_error, _DuplicateKeyError) and "given twice" not in _yaml_words(error):
+            raise _refusal(where, str(json_error), "keep one of the two") from None
         raise _yaml_refusal(error, where) from None
     except RecursionError:
         raise _refusal(where, "is nested too deeply", "write it flat: no section of a job is so deep") from None
@@ -191,7 +197,11 @@ def _parse(text: str, where: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> Settings:
     settings = dict(pairs)
     if len(settings) < len(pairs):
-        raise ValueError("a key is given twice")  # the YAML reader, which knows lines, says which and where
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in settings if names.count(name) > 1)
+        raise _DuplicateKeyError(
+            f"key {show(repeated)} is given twice"
+        )  # the YAML reader, which knows lines, says where
     return settings
 
 
@@ -210,13 +220,19 @@ def _yaml_refusal(error: yaml.YAMLError, where: str) -> JobError:
     if mark is None:
         return _refusal(where, f"is neither JSON nor YAML: {_yaml_words(error)}", "save it as JSON or YAML in UTF-8")
     line, column = mark.line + 1, mark.column + 1
-    words = _yaml_words(error)
-    fix = f"keep one of the two, at line {line}" if "given twice" in words else _yaml_fix(line, column)
-    return _refusal(f"{where}:{line}:{column}", words, fix)
+    return _refusal(
+        f"{where}:{line}:{column}", _yaml_words(error), f"{_yaml_fix(error)} at line {line}, column {column}"
+    )
 
 
-def _yaml_fix(line: int, column: int) -> str:
-    return f"check indentation (spaces, no tabs), colons, commas and brackets at line {line}, column {column}"
+def _yaml_fix(error: yaml.YAMLError) -> str:
+    fixes = {
+        "given twice": "keep one of the two, not that",
+        "aliases": "write the value out",
+        "not text": "name the key",
+    }
+    syntax = "check indentation (spaces, no tabs), colons, commas and brackets"
+    return next((fix for words, fix in fixes.items() if words in _yaml_words(error)), syntax)
 
 
 def _yaml_words(error: yaml.YAMLError) -> str:

@@ -1,17 +1,210 @@
-"""Hugging Face."""
+"""Hugging Face's config.json as a model: its names and its features, those that are not done refused by name.
+
+The same names are read in the job's own ``model`` section, so that a config.json may be pasted there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from threefold.job.messages import Findings
+from threefold.errors import JobError
+from threefold.job.files import read_settings
+from threefold.job.messages import Findings, choices, nearest_word, printable, show
 from threefold.job.presets import presets
+from threefold.job.spec import ModelSpec
+
+Model = dict[str, Any]
+MODEL_TYPES: tuple[str, ...] = get_args(ModelSpec.model_fields["model_type"].annotation)
+
+_RENAMES: Mapping[str, str] = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_ctx": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "norm_eps",
+    "rms_norm_eps": "norm_eps",
+    "attention_dropout": "attn_pdrop",
+    "activation_function": "hidden_act",
+}
+_SAME_ACTIVATION: Mapping[str, str] = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+
+# Features that change the model and that threefold does not do, with the values that switch them off.
+_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "auto_map": (None,),
+    "is_encoder_decoder": (False,),
+    "layer_types": (None,),
+    "mlp_bias": (False,),
+    "num_local_experts": (None, 1),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+    "reorder_and_upcast_attn": (False,),
+    "rope_parameters": (None,),
+    "rope_scaling": (None,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (False,),
+    "use_sliding_window": (False,),
+}
+
+# Keys about files, tokens, generation and other heads: nothing that pretraining computes depends on them.
+_NO_EFFECT_NAMES = """
+    _attn_implementation _name_or_path architectures attn_implementation bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task id2label is_decoder
+    keys_to_ignore_at_inference label2id model_name n_special num_labels output_attentions output_hidden_states
+    output_past pad_token_id prefix predict_special_tokens pretraining_tp problem_type return_dict sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tokenizer_class torch_dtype torchscript transformers_version unk_token_id use_bfloat16
+    use_cache use_return_dict
+"""
+_NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
+
+# What a config.json means when it leaves these out, where that differs from a job's own default.
+_LEFT_OUT: Mapping[str, Model] = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "llama": {"norm_eps": 1e-6, "max_position_embeddings": 2048},
+}
 
 
 def resolve_model(settings: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """x."""
-    m = settings.get("model")
-    if isinstance(m, Mapping) and m.get("preset") in presets():
-        return {**settings, "model": {**presets()[m["preset"]], **m}}
-    return dict(settings)
+    """``settings`` with the model's preset or Hugging Face directory replaced by its numbers, the job's own winning.
+
+    A model that can't be resolved is reported and left out.
+    """
+    model = settings.get("model")
+    if not isinstance(model, Mapping):
+        return dict(settings)
+    own = _translated(model, "model", findings)
+    base = _base(own, findings)
+    if base is None:
+        return {key: value for key, value in settings.items() if key != "model"}
+    whole = {**base, **{key: value for key, value in own.items() if key != "hf"}}
+    return {**settings, "model": _without_head_dim(whole, findings)}
+
+
+def _base(own: Model, findings: Findings) -> Model | None:
+    """The numbers to start from; None when they can't be had."""
+    preset, directory = own.get("preset"), own.get("hf")
+    if preset is not None and directory is not None:
+        findings.problem(
+            "model.hf", "a model starts from hf or from preset, not both", "remove model.hf or model.preset"
+        )
+        return None
+    if directory is not None:
+        return _from_directory(directory, findings)
+    return {} if preset is None else _from_preset(preset, findings)
+
+
+def _from_preset(name: Any, findings: Findings) -> Model | None:
+    if isinstance(name, str) and name in presets():
+        return dict(presets()[name])
+    meant = nearest_word(name, presets()) if isinstance(name, str) else None
+    fix = f"write {show(meant)}" if meant else "write one of them, or the model's own numbers"
+    known = ", ".join(presets())
+    findings.problem("model.preset", f"{show(name)} is not a known model; known are {known}", fix)
+    return None
+
+
+def _from_directory(directory: Any, findings: Findings) -> Model | None:
+    if not isinstance(directory, str) or not directory:
+        findings.problem(
+            "model.hf", f"{show(directory)} is not a directory", 'write its path in quotes, such as "gpt2"'
+        )
+        return None
+    path = Path(directory)
+    path = path / "config.json" if path.name != "config.json" else path
+    try:
+        config = read_settings(path)
+    except JobError as error:
+        for problem in error.problems:
+            findings.problem("model.hf", f"{problem.key}: {problem.message}", problem.fix)
+        return None
+    return _from_config(config, str(path), findings)
+
+
+def _from_config(config: Model, where: str, findings: Findings) -> Model | None:
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        message = f"model_type {show(model_type)} in {printable(where)} is not one of {choices(MODEL_TYPES)}"
+        findings.problem("model.hf", message, f"name a config of model_type {choices(MODEL_TYPES)}")
+        return None
+    seen = len(findings.problems)
+    translated = _translated(config, f"model.hf ({printable(where)})", findings)
+    _refuse_unknown(translated, where, findings)
+    return None if len(findings.problems) > seen else {**_LEFT_OUT[model_type], **translated}
+
+
+def _refuse_unknown(translated: Model, where: str, findings: Findings) -> None:
+    for name in translated.keys() - ModelSpec.model_fields.keys() - {"head_dim"}:
+        message = f"{printable(where)} has {show(name)}, and whether it changes the model is not known"
+        findings.problem("model.hf", message, f"remove {show(name)} from it if the model does not depend on it")
+
+
+def _translated(model: Mapping[str, Any], where: str, findings: Findings) -> Model:
+    """``model`` in the job's own names, without keys that mean nothing here; features that are not done are refused."""
+    translated: Model = {}
+    for name, value in _with_flat_rope(model).items():
+        own_name = _RENAMES.get(name, name)
+        if name in _NO_EFFECT:
+            if where == "model":
+                findings.notes.append(f"model.{printable(name)}: has no effect on the model")
+        elif name in _OFF_VALUES:
+            _refuse_feature(name, value, where, findings)
+        elif value is None and own_name in {"intermediate_size", "num_key_value_heads", "head_dim", "preset", "hf"}:
+            continue  # Hugging Face's way of saying: the default
+        elif own_name in translated and translated[own_name] != value:
+            message = f"{show(value)} contradicts {own_name} {show(translated[own_name])}; they are the same number"
+            findings.problem(f"{where}.{name}", message, f"keep one of {name} and {own_name}")
+        else:
+            translated[own_name] = value
+    return _with_known_activation(translated)
+
+
+def _with_flat_rope(model: Mapping[str, Any]) -> Model:
+    """Newer config files keep rope_theta in rope_parameters; rope_scaling of type default scales nothing."""
+    flat = dict(model)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = flat.get(name)
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+        if (
+            isinstance(rope, Mapping)
+            and kind in (None, "default")
+            and rope.keys() <= {"rope_type", "type", "rope_theta"}
+        ):
+            del flat[name]
+            flat |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return flat
+
+
+def _with_known_activation(model: Model) -> Model:
+    activation = model.get("hidden_act")
+    if isinstance(activation, str) and activation in _SAME_ACTIVATION:
+        return {**model, "hidden_act": _SAME_ACTIVATION[activation]}
+    return model
+
+
+def _refuse_feature(name: str, value: Any, where: str, findings: Findings) -> None:
+    off = _OFF_VALUES[name]
+    if not any(value == harmless and type(value) is type(harmless) for harmless in off):
+        message = f"{show(value)} asks for a model feature that threefold does not have"
+        findings.problem(f"{where}.{name}", message, f"train without it: set {name} to {show(off[0])} or remove it")
+
+
+def _without_head_dim(model: Model, findings: Findings) -> Model:
+    """head_dim is hidden_size / heads here; a config that states another is refused."""
+    stated = model.get("head_dim")
+    rest = {key: value for key, value in model.items() if key != "head_dim"}
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    if stated is None or not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        return rest
+    if stated != hidden / heads:
+        message = f"{show(stated)} is not hidden_size / num_attention_heads = {hidden} / {heads} = {hidden / heads:g}"
+        findings.problem("model.head_dim", message, "remove it, or set model.hidden_size to heads × head_dim")
+    return rest

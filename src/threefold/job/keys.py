@@ -27,6 +27,7 @@ SYNONYMS: Mapping[str, str] = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "num_microbatches": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",
+    "dropout": "model.resid_pdrop",
     "clip_grad": "gradient_clipping",
     "grad_clip": "gradient_clipping",
     "max_grad_norm": "gradient_clipping",
@@ -83,15 +84,17 @@ def siblings(key: str) -> list[str]:
 
 
 def suggestion(key: str) -> str | None:
-    """The known key that an unknown one was probably meant to be: a sibling, a synonym, or the same name elsewhere."""
+    """The known key that an unknown one was probably meant to be: the same name elsewhere, a synonym, or one alike."""
     parent, _, leaf = key.rpartition(".")
+    elsewhere = [known for known in known_fields() if known.rpartition(".")[2] == leaf]
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    if leaf.lower() in SYNONYMS:
+        return SYNONYMS[leaf.lower()]
     beside = nearest_word(leaf, [known.rpartition(".")[2] for known in siblings(key)])
     if beside:
         return f"{parent}.{beside}" if parent else beside
-    if leaf.lower() in SYNONYMS:
-        return SYNONYMS[leaf.lower()]
-    elsewhere = [known for known in known_fields() if known.rpartition(".")[2] == leaf]
-    return elsewhere[0] if elsewhere else nearest_word(key, known_fields(), cutoff=0.75)
+    return nearest_word(key, known_fields(), cutoff=0.75)
 
 
 def lookup(settings: Mapping[str, Any], key: str) -> Any:

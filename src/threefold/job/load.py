@@ -57,8 +57,9 @@ def _build(settings: Mapping[str, Any], texts: Sequence[str], world_size: int | 
     if odd:
         raise JobError([*findings.problems, *odd])
     file = _file(changed, findings)
-    judge(file, findings)
+    verdicts = judge(file, findings)  # before sizes are solved, so that neither silences the other
     sizes = resolve_sizes(file, world_size, findings)
+    findings.problems.extend(verdicts)
     if findings.problems or sizes is None:
         raise JobError(findings.problems)
     return Loaded(_resolved(file, sizes), tuple(findings.notes))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.job.files import parse_value
-from threefold.job.keys import MISSING, assign, known_fields, lookup, remove, suggestion
+from threefold.job.keys import MISSING, assign, known_fields, lookup, remove, section_of, suggestion
 from threefold.job.messages import Findings, printable, show
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -64,14 +64,12 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Sequence[Override], 
 
 
 def _put_in(settings: dict[str, Any], override: Override, findings: Findings) -> dict[str, Any]:
-    try:
+    above = next((prefix for prefix in _prefixes(override.key) if not _takes_keys(settings, prefix)), None)
+    if above is None:
         return assign(settings, override.key, override.value)
-    except KeyError:
-        above = next(prefix for prefix in _prefixes(override.key) if not _holds_section(settings, prefix))
-        value = lookup(settings, above)
-        fix = f"set the whole of it: --set {printable(above)}=VALUE"
-        findings.problem(override.key, f"{printable(above)} is {show(value)}, which has no keys inside", fix)
-        return settings
+    fix = f"set the whole of it: --set {printable(above)}=VALUE"
+    findings.problem(override.key, f"{printable(above)} is one value, with no keys inside", fix)
+    return settings
 
 
 def _take_out(settings: dict[str, Any], key: str, findings: Findings) -> dict[str, Any]:
@@ -87,6 +85,8 @@ def _prefixes(key: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
-def _holds_section(settings: Mapping[str, Any], key: str) -> bool:
-    value = lookup(settings, key)
-    return value is MISSING or value is None or isinstance(value, Mapping)
+def _takes_keys(settings: Mapping[str, Any], key: str) -> bool:
+    value, field = lookup(settings, key), known_fields().get(key)
+    if value is MISSING or value is None:
+        return field is None or section_of(field.annotation) is not None
+    return isinstance(value, Mapping)

@@ -33,10 +33,9 @@ class Rule:
     judge: Callable[[JobFile], Iterator[Problem]]
 
 
-def judge(file: JobFile, findings: Findings) -> None:
-    """Apply every rule whose keys have no problem yet; problems go to ``findings``."""
-    verdicts = [problem for rule in RULES if not findings.concerns(*rule.needs) for problem in rule.judge(file)]
-    findings.problems.extend(verdicts)
+def judge(file: JobFile, findings: Findings) -> list[Problem]:
+    """Apply every rule whose keys have no problem in ``findings``, and return what they object to."""
+    return [problem for rule in RULES if not findings.concerns(*rule.needs) for problem in rule.judge(file)]
 
 
 def _of_model(check: Callable[[ModelSpec], Iterator[Problem]]) -> Callable[[JobFile], Iterator[Problem]]:
@@ -97,15 +96,20 @@ def _tp_divides(what: str, count: Callable[[ModelSpec], int]) -> Callable[[JobFi
 
     def check(file: JobFile) -> Iterator[Problem]:
         size = file.parallelism.tp.size
-        if file.model is None or count(file.model) % size == 0:
-            return
         model = file.model
+        if model is None or count(model) % size == 0:
+            return
         valid = common_divisors(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
         yield Problem(
             TP_SIZE, f"{size} does not divide the model's {count(model)} {what}", f"set it to {choices(valid)}"
         )
 
     return check
+
+
+def _grouped_heads(model: ModelSpec) -> int:
+    """Key-value heads where they are not simply the heads, of which one problem is enough: every tp divides 0."""
+    return model.num_key_value_heads if model.num_key_value_heads != model.num_attention_heads else 0
 
 
 def _sequence_parallel_divides(file: JobFile) -> Iterator[Problem]:
@@ -229,7 +233,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.model_type", "model.hidden_act"), _of_model(_activation_of_style)),
     Rule(("model.max_position_embeddings", "data.sequence_length"), _positions_cover_sequence),
     Rule((TP_SIZE, "model"), _tp_divides("attention heads", lambda model: model.num_attention_heads)),
-    Rule((TP_SIZE, "model"), _tp_divides("key-value heads", lambda model: model.num_key_value_heads)),
+    Rule((TP_SIZE, "model"), _tp_divides("key-value heads", _grouped_heads)),
     Rule((TP_SIZE, "model"), _tp_divides("intermediate_size", lambda model: model.intermediate_size)),
     Rule(("parallelism.tp", "data.sequence_length"), _sequence_parallel_divides),
     Rule((PP_SIZE, "parallelism.pp.chunks", "model.num_hidden_layers"), _a_layer_for_every_stage),
@@ -302,12 +306,6 @@ NOT_YET: tuple[NotYet, ...] = (
         lambda job: job.checkpoint.every > 0,
         "training does not write checkpoints yet",
         "set it to 0",
-    ),
-    NotYet(
-        "scheduler.warmup_type",
-        lambda job: job.scheduler.warmup_type == "log" and job.scheduler.warmup_steps > 0,
-        "training does not warm up along a logarithm yet",
-        'set it to "linear"',
     ),
 )
 _NEEDED: tuple[tuple[str, Callable[[Job], bool], str], ...] = (

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from threefold.job.files import parse_value
-from threefold.job.keys import known_fields, remove, section_of, siblings, suggestion
+from threefold.job.keys import known_fields, lookup, remove, section_of, siblings, suggestion
 from threefold.job.messages import Findings, choices, nearest_word, printable, show
 from threefold.job.spec import JobFile, Section
 
@@ -47,14 +47,15 @@ def validated(settings: Mapping[str, Any], findings: Findings) -> JobFile:
 
 def _report(settings: Mapping[str, Any], errors: Sequence[ErrorDetails], findings: Findings) -> dict[str, Any]:
     remaining = dict(settings)
+    # A default that could not be computed follows from another error in the same section.
+    errors = [error for error in errors if error["type"] != "default_factory_not_called"]
+    misspelt = {suggestion(_key_in(settings, e["loc"])) for e in errors if e["type"] == "extra_forbidden"}
     for error in errors:
-        if error["type"] == "default_factory_not_called":
-            continue  # follows from another error in the same section
         key = _key_in(settings, error["loc"])
         if error["type"] == "missing":
-            _report_missing(f"{key}.{error['loc'][-1]}", findings)
+            _report_missing(f"{key}.{error['loc'][-1]}", misspelt, findings)
         elif not findings.concerns(key):
-            message, fix = _words(key, error)
+            message, fix = _words(key, lookup(settings, key), error)
             findings.problem(key, message, fix)
         remaining = remove(remaining, key)
     return remaining
@@ -72,17 +73,19 @@ def _key_in(settings: Mapping[str, Any], location: Sequence[int | str]) -> str:
     return ".".join(parts)
 
 
-def _report_missing(key: str, findings: Findings) -> None:
+def _report_missing(key: str, misspelt: Collection[str | None], findings: Findings) -> None:
+    if key in misspelt or findings.concerns(key):
+        return  # it is there under a wrong name, or was there with a wrong value: that is reported
     fix = f'add "{key.rpartition(".")[2]}" to it, for example {show(example(key))}'
     preset = ', or start from a known model with "preset": "gpt2"' if key.startswith("model.") else ""
     findings.problem(key, f"is missing from the section {key.rpartition('.')[0]}", fix + preset)
 
 
-def _words(key: str, error: ErrorDetails) -> tuple[str, str]:
-    if key in FORMS and error["type"] != "extra_forbidden":
-        return f"{show(error['input'])} is not of the form that is read", f"write {FORMS[key]}"
+def _words(key: str, value: Any, error: ErrorDetails) -> tuple[str, str]:
+    if key in FORMS:
+        return f"{show(value)} is not of the form that is read", f"write {FORMS[key]}"
     translate = _TRANSLATIONS.get(error["type"], _unsuitable)
-    return translate(key, error["input"], error.get("ctx", {}))
+    return translate(key, value, error.get("ctx", {}))
 
 
 def _unknown(key: str, value: Any, context: Mapping[str, Any]) -> tuple[str, str]:
@@ -95,15 +98,9 @@ def _unknown(key: str, value: Any, context: Mapping[str, Any]) -> tuple[str, str
 
 def _wrong_kind(needed: str) -> Callable[[str, Any, Mapping[str, Any]], tuple[str, str]]:
     def words(key: str, value: Any, context: Mapping[str, Any]) -> tuple[str, str]:
-        return f"{show(value)} is {_kind_of(value)}, but {needed} is needed", _fix_kind(needed, key, value)
+        return f"{show(value)} is not {needed}", _fix_kind(needed, key, value)
 
     return words
-
-
-def _kind_of(value: Any) -> str:
-    kinds = ((type(None), "nothing"), (bool, "true or false"), (int, "a whole number"), (float, "a number"))
-    kinds = (*kinds, (str, "text"), (list | tuple, "a list"), (Mapping, "a section"))
-    return next((name for kind, name in kinds if isinstance(value, kind)), "something else")
 
 
 def _fix_kind(needed: str, key: str, value: Any) -> str:

@@ -88,15 +88,20 @@ class Layout:
         """
         inside = _axis_names(axes)
         here = self.coord(rank)
-        choices = [range(self.size(axis)) if axis in inside else (getattr(here, axis),) for axis in AXES]
-        return tuple(self.rank(dp, pp, tp) for dp, pp, tp in itertools.product(*choices))
+        first = rank - sum(getattr(here, axis) * self.stride(axis) for axis in inside)
+        return tuple(first + offset for offset in self._offsets(inside))
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over ``axes``: a partition of the world, ordered by the coordinate of their first rank."""
         inside = _axis_names(axes)
-        choices = [(0,) if axis in inside else range(self.size(axis)) for axis in AXES]
-        firsts = (self.rank(dp, pp, tp) for dp, pp, tp in itertools.product(*choices))
-        return tuple(self.group(axes, first) for first in firsts)
+        offsets = self._offsets(inside)
+        firsts = self._offsets(frozenset(AXES) - inside)
+        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+
+    def _offsets(self, axes: frozenset[str]) -> list[int]:
+        """Distances in ranks from a coordinate of 0 to every coordinate along ``axes``, in coordinate order."""
+        steps = [range(0, self.size(axis) * self.stride(axis), self.stride(axis)) for axis in AXES if axis in axes]
+        return [sum(step) for step in itertools.product(*steps)]
 
     def node(self, rank: int, devices_per_node: int) -> int:
         """The node that hosts ``rank``: launchers number ranks node by node."""

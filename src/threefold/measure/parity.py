@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.errors import JobError, Problem
 from threefold.job import Job
 from threefold.measure.reference import Reference, run_reference
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
-from threefold.parallel.engine import Engine, StepResult, build_engine, build_layout
-from threefold.parallel.mesh import build_mesh, describe
+from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
+from threefold.parallel.mesh import describe
 from threefold.parallel.stage import ShardedParameter, take_shard
 from threefold.train.data.order import microbatch_samples
 from threefold.train.data.synthetic import SyntheticTokens
@@ -164,7 +163,7 @@ def synthetic_source(job: Job, settings: ParitySettings) -> SyntheticTokens:
 def compare_on_rank(context: WorkerContext, job: Job, settings: ParitySettings, path: Path) -> list[Difference]:
     """Run the layout on this rank and compare; returns every comparison, in the order of steps and of the model."""
     reference = Reference(**torch.load(path, mmap=True))
-    mesh = build_mesh(build_layout(job), context.rank, activity=context.activity)
+    mesh = build_job_mesh(job, context.rank, activity=context.activity)
     engine = build_engine(job, mesh, DTYPES[settings.dtype])
     source = synthetic_source(job, settings)
     optimizer = torch.optim.SGD([entry.parameter for entry in engine.parameters], lr=settings.learning_rate)
@@ -266,27 +265,3 @@ def summarize(layout: str, found: Sequence[Difference], tolerance: float) -> Lay
     return LayoutResult(
         layout, worst("loss"), worst("norm"), worst("gradient"), worst("value"), first, ok=not differences
     )
-
-
-def shrink(job: Job, *, layers: int = 8, width_per_head: int = 8, vocab_size: int = 509, sequence: int = 32) -> Job:
-    """A small model with the same structure: as many heads, fewer layers, narrower, fewer tokens."""
-    spec, data = job.model, job.data
-    if spec is None or data is None:
-        missing = "model" if spec is None else "data"
-        raise JobError([Problem(missing, "is missing, and parity needs it", f"add the section {missing}")])
-    hidden = spec.num_attention_heads * min(spec.head_dim, width_per_head)
-    small = spec.model_copy(
-        update={
-            "preset": None,
-            "hf": None,
-            "num_hidden_layers": min(spec.num_hidden_layers, layers),
-            "hidden_size": hidden,
-            "intermediate_size": min(spec.intermediate_size, 2 * hidden),
-            "vocab_size": min(spec.vocab_size, vocab_size),
-            "max_position_embeddings": min(spec.max_position_embeddings, sequence),
-        }
-    )
-    shorter = data.model_copy(update={"sequence_length": min(data.sequence_length, sequence)})
-    return job.model_copy(update={"model": small, "data": shorter})
-
-

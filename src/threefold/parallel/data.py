@@ -101,9 +101,10 @@ def build_buckets(
     """
     trained = [entry for entry in reversed(parameters) if entry.parameter.requires_grad]
     # Not keyed by the group's ranks: with dp = 1, the group of one is a group like any other.
-    groups = {id(dp): dp} | {id(entry.sum_over): entry.sum_over for entry in trained}
+    groups = {id(entry.sum_over): entry.sum_over for entry in trained}
     buckets = []
-    for group in groups.values():
+    # Sorted by name, which is the same order on every rank whatever parameters it holds.
+    for group in sorted(groups.values(), key=lambda group: (group is not dp, group.axis)):
         members = [entry for entry in trained if entry.sum_over is group]
         sizes = [entry.parameter.numel() for entry in members]
         for indices in fill_buckets(sizes, bucket_elements):

@@ -15,9 +15,10 @@ from threefold.job import Job, ModelSpec
 from threefold.layout import DECODER_STYLES, Layout, Style, StyleRule, qkv_sizes, shard, split_layers
 from threefold.models.decoder import Decoder
 from threefold.models.init import decoder_initial_value
+from threefold.parallel.activity import ActivityLog
 from threefold.parallel.batch import LoadSamples, ReplicaBatch, load_batch
 from threefold.parallel.data import GradientSync
-from threefold.parallel.mesh import Mesh
+from threefold.parallel.mesh import Mesh, build_mesh
 from threefold.parallel.norms import clip_factor, local_squared_norm
 from threefold.parallel.pipeline import Hooks, LossSum, PipelineExecutor, StepState
 from threefold.parallel.replicas import check_replicas, make_replicas_equal
@@ -146,13 +147,21 @@ def build_layout(job: Job) -> Layout:
     return Layout(dp=job.dp, pp=job.pp, tp=job.tp, order=tuple(job.parallelism.order.split(",")))
 
 
+def build_job_mesh(
+    job: Job, rank: int, device: torch.device | None = None, activity: ActivityLog | None = None
+) -> Mesh:
+    """The mesh of the job's layout, with the groups that its model needs."""
+    ends_tied = job.model is not None and job.model.tie_word_embeddings and job.pp > 1
+    return build_mesh(build_layout(job), rank, device, activity, [(0, job.pp - 1)] if ends_tied else [])
+
+
 def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engine:
     """The engine of the built-in decoder that ``job`` describes, on this rank, in ``dtype`` or the job's own."""
     spec, data = job.model, job.data
     assert spec is not None and data is not None, "check_trainable was not called"
     dtype = dtype or getattr(torch, job.dtype)
     sequence_parallel = job.parallelism.tp.sequence_parallel
-    layers = split_layers(spec.num_hidden_layers, job.pp, job.parallelism.pp.partition)[mesh.coord.pp]
+    layers = split_layers(spec.num_hidden_layers, job.pp, job.parallelism.pp.partition)
     with torch.device("meta"):
         model = Decoder(spec)
     plan = tensor_parallel_plan(spec, sequence_parallel)

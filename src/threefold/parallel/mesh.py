@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,6 @@ import torch.distributed as dist
 from threefold.layout import AXES, Coord, Layout
 from threefold.parallel.activity import ActivityLog, NullActivity
 from threefold.parallel.collectives import Group, Traffic
-
-TIED = "tied"
-"""Name of the group that holds the copies of a tied embedding: all data-parallel ranks of the first and last stage."""
-
 
 @dataclass(frozen=True)
 class Mesh:
@@ -61,10 +57,9 @@ class Mesh:
         """Every rank of the job."""
         return self.group(*AXES)
 
-    @property
-    def tied(self) -> Group:
-        """Ranks that hold a copy of the same part of a tied embedding; on other stages, the ``dp`` group."""
-        return self.groups.get(TIED, self.dp)
+    def tied(self, stages: Collection[int]) -> Group:
+        """Ranks that hold a copy of a parameter that is used on all of ``stages``: these stages of all replicas."""
+        return self.dp if len(stages) == 1 else self.groups[tied_name(stages)]
 
 
 def describe(coord: Coord) -> str:
@@ -83,8 +78,12 @@ def build_mesh(
     rank: int,
     device: torch.device | None = None,
     activity: ActivityLog | None = None,
+    tied_stages: Collection[tuple[int, ...]] = (),
 ) -> Mesh:
-    """Make every group of the layout. All ranks must call this, after ``init_process_group``."""
+    """Make every group of the layout. All ranks must call this, after ``init_process_group``.
+
+    ``tied_stages`` lists the sets of stages that share a parameter, such as ``(0, pp - 1)`` for a tied embedding.
+    """
     activity = activity or NullActivity()
     traffic = Traffic()
     groups: dict[str, Group] = {}
@@ -100,16 +99,20 @@ def build_mesh(
         name = group_name(layout, axes)
         if name not in groups:
             add(name, layout.groups(axes) if name else [(r,) for r in range(layout.world_size)])
-    if layout.pp > 1:
-        add(TIED, tied_ranks(layout))
+    for stages in sorted(tied_stages):
+        add(tied_name(stages), tied_ranks(layout, stages))
     return Mesh(layout, rank, device or torch.device("cpu"), groups, activity, traffic)
 
 
-def tied_ranks(layout: Layout) -> list[tuple[int, ...]]:
-    """For each tp coordinate: the ranks of the first and the last stage of all replicas."""
-    ends = (0, layout.pp - 1)
+def tied_name(stages: Collection[int]) -> str:
+    """Name of the group of a parameter that is used on several stages."""
+    return f"tied stages {'+'.join(map(str, sorted(stages)))}"
+
+
+def tied_ranks(layout: Layout, stages: Collection[int]) -> list[tuple[int, ...]]:
+    """For each tp coordinate: the ranks of these stages in all replicas."""
     return [
-        tuple(sorted(layout.rank(dp=dp, pp=pp, tp=tp) for dp in range(layout.dp) for pp in ends))
+        tuple(sorted(layout.rank(dp=dp, pp=pp, tp=tp) for dp in range(layout.dp) for pp in stages))
         for tp in range(layout.tp)
     ]
 

@@ -101,9 +101,22 @@ def select_parts(
     return [*(before if is_first else []), *middle, *(after if is_last else [])]
 
 
+def tied_stages(model: nn.Module, layers: Sequence[range]) -> dict[str, tuple[int, ...]]:
+    """Each parameter that is used on more than one stage -> those stages. ``layers`` are those of every stage."""
+    names, parts, last = _canonical_names(model), model_parts(model), len(layers) - 1
+    users: dict[str, set[int]] = {}
+    for stage, held in enumerate(layers):
+        for module_name, module in _modules_with_parameters(
+            select_parts(parts, held, is_first=stage == 0, is_last=stage == last)
+        ):
+            for local_name, _ in module.named_parameters(recurse=False):
+                users.setdefault(names[f"{module_name}.{local_name}"], set()).add(stage)
+    return {name: tuple(sorted(stages)) for name, stages in users.items() if len(stages) > 1}
+
+
 def build_stage(
     model: nn.Module,
-    layers: range,
+    layers: Sequence[range],
     mesh: Mesh,
     plan: TensorParallelPlan,
     *,
@@ -113,22 +126,21 @@ def build_stage(
 ) -> Stage:
     """Cut out this rank's part of ``model`` (which is taken apart and must not be used afterwards).
 
-    ``layers`` are those of this rank's stage. ``initial_value`` makes each whole parameter from its name; without it the
+    ``layers`` are those of every stage. ``initial_value`` makes each whole parameter from its name; without it the
     model's own values are used. Raises JobError when the model can't be split so, KeyError for a module without style.
     """
-    coord, last = mesh.coord, mesh.layout.pp - 1
-    names = _canonical_names(model)
-    parts = select_parts(model_parts(model), layers, is_first=coord.pp == 0, is_last=coord.pp == last)
-    stage = Stage(parts, is_first=coord.pp == 0, is_last=coord.pp == last)
-    ties = {new for old, new in names.items() if old != new}
+    is_first, is_last = mesh.coord.pp == 0, mesh.coord.pp == mesh.layout.pp - 1
+    names, ties = _canonical_names(model), tied_stages(model, layers)
+    parts = select_parts(model_parts(model), layers[mesh.coord.pp], is_first=is_first, is_last=is_last)
+    stage = Stage(parts, is_first=is_first, is_last=is_last)
     entries = []
     made: dict[str, ShardedParameter] = {}
     for module_name, module in list(_modules_with_parameters(parts)):
         for local_name, parameter in list(module.named_parameters(recurse=False)):
             name = names[f"{module_name}.{local_name}"]
             if name not in made:
-                tied = name in ties and mesh.layout.pp > 1
-                made[name] = _make(name, module_name, local_name, parameter, mesh, plan, tied, initial_value, dtype)
+                stages = ties.get(name, (mesh.coord.pp,))
+                made[name] = _make(name, module_name, local_name, parameter, mesh, plan, stages, initial_value, dtype)
                 entries.append(made[name])
             setattr(module, local_name, made[name].parameter)
     stage.sharded = tuple(entries)
@@ -160,7 +172,7 @@ def _make(
     parameter: nn.Parameter,
     mesh: Mesh,
     plan: TensorParallelPlan,
-    tied: bool,
+    stages: tuple[int, ...],
     initial_value: InitialValue | None,
     dtype: torch.dtype | None,
 ) -> ShardedParameter:
@@ -172,14 +184,17 @@ def _make(
     # Under sequence parallelism a replicated parameter sees only this rank's part of the sequence, so its local
     # gradient is a partial sum (Korthikanti et al. 2022). Otherwise every tp rank computes the whole of it.
     partial = replicated and plan.sequence_parallel
+    tied = len(stages) > 1
+    if tied and replicated and mesh.layout.tp > 1:
+        raise TypeError(f"{name}: a parameter that is used on stages {stages} must be split over tp, not replicated")
     return ShardedParameter(
         name=name,
         parameter=nn.Parameter(value, requires_grad=parameter.requires_grad),
         shard=part,
         global_shape=tuple(parameter.shape),
-        copies=mesh.tied if tied else mesh.group("dp", "tp") if replicated else mesh.dp,
-        sum_over=mesh.tied if tied else mesh.group("dp", "tp") if partial else mesh.dp,
-        owns_norm=(not replicated or mesh.coord.tp == 0) and (not tied or mesh.coord.pp == 0),
+        copies=mesh.tied(stages) if tied else mesh.group("dp", "tp") if replicated else mesh.dp,
+        sum_over=mesh.tied(stages) if tied else mesh.group("dp", "tp") if partial else mesh.dp,
+        owns_norm=(not replicated or mesh.coord.tp == 0) and mesh.coord.pp == stages[0],
     )
 
 

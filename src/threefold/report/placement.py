@@ -43,9 +43,16 @@ class Placement:
             return "inside a node"
         return "across nodes" if num_crossing == len(groups) else "some inside a node, some across nodes"
 
+    def links_word(self, axes: str | Sequence[str]) -> str:
+        """``links`` in one word, for tables."""
+        return {"inside a node": "inside", "across nodes": "across", "none": "none"}.get(self.links(axes), "both")
+
     def fills_whole_nodes(self, ranks: Sequence[int]) -> bool:
         """Whether ``ranks`` are all ranks of all nodes that they are on."""
-        return sum(len(self.nodes[node]) for node in self.nodes_of(ranks)) == len(ranks)
+        return sum(self._num_ranks(node) for node in self.nodes_of(ranks)) == len(ranks)
+
+    def _num_ranks(self, node: int) -> int:
+        return min(self.devices_per_node, self.layout.world_size - node * self.devices_per_node)
 
 
 def describe_placement(placement: Placement) -> list[str]:

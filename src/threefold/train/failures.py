@@ -106,4 +106,4 @@ def _signal_name(number: int) -> str:
 
 def _hint(number: int) -> str:
     # Said because it is the usual cause, and nothing else tells: the kernel writes it only to its own log.
-    return ". If nobody sent it, the machine ran out of memory" if number == signal.SIGKILL else ""
+    return ". If nobody sent it, the machine probably ran out of memory" if number == signal.SIGKILL else ""

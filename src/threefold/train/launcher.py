@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from threefold.errors import WorkerError
 from threefold.parallel.activity import ActivityBoard, State
 from threefold.train.failures import Exit, explain_exits
-from threefold.train.watchdog import FAILURE_FILE, Diagnosis, diagnose, process_state, read_failure
+from threefold.train.watchdog import FAILURE_FILE, Diagnosis, diagnose, patience_s, process_state, read_failure
 
 if TYPE_CHECKING:
     from threefold.train.processes import Workers
@@ -205,7 +205,7 @@ class _Supervisor:
         """Ask the ranks, once, to finish their step. A second request ends them at once, which the caller does."""
         if self.requests.count and not self._forwarded:
             self._forwarded = True
-            _say("stopping after this step; press Ctrl-C again to end at once")
+            _say("stopping after this step; ask again (Ctrl-C) to end at once")
             self.workers.send(signal.SIGINT)
 
     def _check_for_stall(self) -> None:
@@ -217,7 +217,8 @@ class _Supervisor:
         step_s = min(now - self._checked_s, 2 * self.patience.poll_s)
         self._stalled_s = self._stalled_s + step_s if notes == self._notes else 0.0
         self._notes, self._checked_s = notes, now
-        if self._stalled_s > self.timeout_s + self.patience.stall_margin_s:
+        limit_s = max(patience_s(activity.state, self.timeout_s) for activity in activities)
+        if self._stalled_s > limit_s + self.patience.stall_margin_s:
             processes = {rank: state for rank, pid in self.workers.pids().items() if (state := process_state(pid))}
             diagnosis = diagnose(activities, now, self.timeout_s, processes)
             raise WorkerError(f"the job hung, and was ended:\n{diagnosis.text}")

@@ -90,8 +90,16 @@ def summarize(job: Job, run_dir: Path) -> str:
     device = job.cluster.device if job.cluster else "cpu"
     tokens = job.train_batch_size * job.data.sequence_length
     return (
-        f"Training {job.model.num_parameters / 1e6:,.1f} M parameters ({job.model.model_type}) for {job.steps} steps in "
-        f"{job.precision} on {job.world_size} × {device}: {axes}{pipeline}. Each step takes {job.train_batch_size} "
+        f"Training {_count(job.model.num_parameters)} parameters ({job.model.model_type}) for {job.steps} steps "
+        f"in {job.precision} on {job.world_size} × {device}: {axes}{pipeline}. Each step takes {job.train_batch_size} "
         f"samples = {tokens:,} tokens: {job.num_microbatches} microbatches of {job.micro_batch} on each of {job.dp} "
         f"replicas. Everything goes to {run_dir}."
     )
+
+
+def _count(number: int) -> str:
+    """``36,288``, ``1.2 million``, ``70.6 billion``."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:,.1f} {name}"
+    return f"{number:,}"

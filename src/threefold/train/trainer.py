@@ -92,7 +92,9 @@ class Trainer:
         begin = time.perf_counter()
         rate = self.learning_rate(step)
         result = self.engine.train_step(
-            self._samples(step), self.sources.train.batch, lambda result: self._update(step, rate, result),
+            self._samples(step),
+            self.sources.train.batch,
+            lambda result: self._update(step, rate, result),
             stop=self.stop.wanted,
         )
         self._report(step, rate, result, time.perf_counter() - begin)

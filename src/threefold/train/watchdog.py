@@ -29,6 +29,10 @@ FAILURE_FILE = "failure.json"
 
 HEARTBEAT_S = 1.0
 
+STARTING_S = 60.0
+"""A rank that starts may take this long even where the timeout is shorter: importing and meeting take many seconds on
+a busy machine, and tell nothing about how long a step may take."""
+
 _LIVE = (State.STARTING, State.COMPUTING, State.WAITING)
 _GROUP = re.compile(r"\[([\d, ]+)\]")
 _PEER = re.compile(r"^(send to|receive from) rank (\d+)")
@@ -84,11 +88,7 @@ class _Board:
 
     def silent(self) -> list[Activity]:
         """Live ranks that show no sign of life."""
-        return [
-            activity
-            for activity in self.by_rank.values()
-            if activity.state in _LIVE and self.now - activity.heartbeat_s > self.silence_s
-        ]
+        return [activity for activity in self.by_rank.values() if self._is_silent(activity)]
 
     def failed(self) -> list[Activity]:
         """The rank that failed first; the failures of its peers are consequences."""
@@ -145,8 +145,11 @@ class _Board:
         ranks = [int(rank) for rank in group[1].split(",")] if group else list(self.by_rank)
         return tuple(rank for rank in ranks if rank != activity.rank)
 
+    def _is_silent(self, activity: Activity) -> bool:
+        return activity.state in _LIVE and self.now - activity.heartbeat_s > self.silence_s
+
     def _joined(self, activity: Activity, other: Activity | None) -> bool:
-        if other is None or other.state is not State.WAITING or other.step != activity.step:
+        if other is None or other.state is not State.WAITING or other.step != activity.step or self._is_silent(other):
             return False
         mine, theirs = _PEER.match(activity.operation), _PEER.match(other.operation)
         if mine and theirs:
@@ -180,14 +183,15 @@ def _offence(board: _Board, activity: Activity, process: str) -> str:
 
 def _waiters(board: _Board, culprit: int) -> str:
     """Who waits for the culprit, and in what: direct waiters by operation, then those that wait for them."""
-    direct = [activity for activity in board.waiting() if culprit in board.waits_for(activity)]
+    waiting = [activity for activity in board.waiting() if activity.rank != culprit]
+    direct = [activity for activity in waiting if culprit in board.waits_for(activity)]
     parts = [
         f"{_ranks(a.rank for a in direct if a.operation == operation)} "
         f"{_verb('wait', [a for a in direct if a.operation == operation])} for it in {operation}"
         for operation in dict.fromkeys(activity.operation for activity in direct)
     ]
-    behind = [activity for activity in board.waiting() if activity not in direct]
-    if direct and behind:
+    behind = [activity for activity in waiting if activity not in direct and culprit in board.behind(activity)]
+    if behind:
         parts.append(f"{_ranks(a.rank for a in behind)} {_verb('wait', behind)} behind")
     return "".join(f"; {part}" for part in parts)
 
@@ -309,7 +313,7 @@ class Watchdog:
             # debugger) would be ended the moment it goes on.
             stalled_s = stalled_s + min(now - before, 2 * self._interval_s) if note == last_note else 0.0
             last_note, before = note, now
-            if mine.state in _LIVE and stalled_s > self._timeout_s:
+            if mine.state in _LIVE and stalled_s > patience_s(mine.state, self._timeout_s):
                 self._report(now)
                 return
 
@@ -317,6 +321,11 @@ class Watchdog:
         activities = self._activity.board.read_all()
         processes = {a.rank: state for a in activities if a.pid and (state := process_state(a.pid))}
         self._on_hang(diagnose(activities, now, self._timeout_s, processes))
+
+
+def patience_s(state: State, timeout_s: float) -> float:
+    """How long a rank in this state may stay as it is."""
+    return max(timeout_s, STARTING_S) if state in (State.ABSENT, State.STARTING) else timeout_s
 
 
 def end_process(run_dir: Path, rank: int) -> Callable[[Diagnosis], NoReturn]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job
 from threefold.parallel.activity import ActivityBoard, ActivityLog, ActivityWriter, NullActivity
-from threefold.parallel.engine import build_engine, build_layout
-from threefold.parallel.mesh import build_mesh, describe
+from threefold.parallel.engine import build_engine, build_job_mesh, build_layout
+from threefold.parallel.mesh import describe
 from threefold.train.data.dataset import TokenDataset
 from threefold.train.launcher import BOARD_VARIABLE, STORE_VARIABLE
 from threefold.train.metrics import MetricsWriter
@@ -48,7 +48,7 @@ def _train(job: Job, rank: int, run_dir: Path, activity: ActivityLog, stop: Stop
     device = choose_device(job)
     _join(job, rank, device)
     try:
-        mesh = build_mesh(build_layout(job), rank, device, activity)
+        mesh = build_job_mesh(job, rank, device, activity)
         engine = build_engine(job, mesh)
         sources = open_sources(job)
         if rank != 0:

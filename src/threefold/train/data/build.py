@@ -131,17 +131,20 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _training_texts(corpus: Corpus, seed: int, on_progress: ProgressCallback) -> Iterator[str]:
-    """Yield the text that a BPE learns from: whole documents, picked by a hash when there is more than enough."""
+    """Yield the text that a BPE learns from: pieces picked by a hash from all over, when there is more than enough.
+
+    Pieces, not documents: a corpus can be one huge file. The first is always taken, so that there is something.
+    """
     reader = corpus.read()
     share = min(1.0, BPE_TRAINING_BYTES / max(1, corpus.limit_bytes or reader.disk_bytes))
-    for piece in _reporting(reader, "reading for BPE", on_progress):
-        if share == 1.0 or _uniform(seed, piece.document) < share:
+    for number, piece in enumerate(_reporting(reader, "reading for BPE", on_progress)):
+        if number == 0 or share == 1.0 or _uniform(seed, number) < share:
             yield piece.text
     on_progress("learning BPE merges", 0.0)
 
 
-def _uniform(seed: int, document: int) -> float:
-    return float(hash_numbers(seed, _BPE_SAMPLE_STREAM, np.array([document]))[0]) * 2.0**-64
+def _uniform(seed: int, piece_number: int) -> float:
+    return float(hash_numbers(seed, _BPE_SAMPLE_STREAM, np.array([piece_number]))[0]) * 2.0**-64
 
 
 def _reporting(reader: CorpusReader, what: str, on_progress: ProgressCallback) -> Iterator[Piece]:

@@ -1,0 +1,80 @@
+# Needs only make and Python 3.11 or newer. The first target makes a virtual environment and installs into it, once.
+#
+#   make demo       train a small language model on 8 processes, dp=2 x tp=2 x pp=2
+#   make test       the tests that take minutes, not hours
+#   make help       all targets
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The first interpreter that is new enough; state PYTHON=... to choose another.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; done)
+
+# Tests and demo run more processes than a small machine has cores; threads on top would only slow them down.
+export OMP_NUM_THREADS := 1
+
+DEMO_DATA := data/demo
+# Text that every machine has: the source of Python's standard library. The limit keeps the build at seconds.
+DEMO_BYTES := 6000000
+
+.PHONY: help install demo data test test-slow lint types format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       train a small language model on 8 processes'
+	@echo 'make test       run the tests, but for the slow ones'
+	@echo 'make test-slow  run the slow tests'
+	@echo 'make lint       check style (make format repairs what it can)'
+	@echo 'make types      check types'
+	@echo 'make install    only make the virtual environment'
+	@echo 'make clean      remove everything that these targets made, but for runs/'
+
+install: $(VENV)/.installed
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo 'threefold needs Python 3.11 or newer: install it, or state make PYTHON=...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# The stamps are newer than pyproject.toml when its dependencies are installed.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo 'Installing threefold; PyTorch is large, so this takes a while the first time.'
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo 'Installing threefold and its tools; PyTorch is large, so this takes a while the first time.'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+data: $(DEMO_DATA)/meta.json
+
+$(DEMO_DATA)/meta.json: | $(VENV)/.installed
+	$(BIN)/threefold data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
+		--pattern '*.py' --limit-bytes $(DEMO_BYTES) --tokenizer bpe:2048 --validation-fraction 0.05 \
+		--out $(DEMO_DATA) --overwrite
+
+demo: $(VENV)/.installed $(DEMO_DATA)/meta.json
+	$(BIN)/threefold train examples/demo.json
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) $(DEMO_DATA) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

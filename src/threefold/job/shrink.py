@@ -1,0 +1,53 @@
+"""A small model of the same kind, to try a large job on a laptop."""
+
+from __future__ import annotations
+
+from threefold.job.spec import Job
+
+LAYERS = 8
+HEAD_DIM = 8
+VOCAB_SIZE = 509
+SEQUENCE_LENGTH = 32
+BATCH_SIZE = 32
+
+
+def shrink_job(job: Job) -> Job:
+    """The job with its style, heads, schedule and switches, but few layers, narrow heads, few tokens and a small batch.
+
+    Every structure that can go wrong stays: grouped heads, ties, dropout, a vocabulary (of a prime size) to split.
+    """
+    changes: dict[str, object] = {}
+    if job.model is not None:
+        spec = job.model
+        hidden = spec.num_attention_heads * min(spec.head_dim, HEAD_DIM)
+        changes["model"] = spec.model_copy(
+            update={
+                "preset": None,
+                "hf": None,
+                "num_hidden_layers": min(spec.num_hidden_layers, LAYERS),
+                "hidden_size": hidden,
+                "intermediate_size": min(spec.intermediate_size, 2 * hidden),
+                "vocab_size": min(spec.vocab_size, VOCAB_SIZE),
+                "max_position_embeddings": min(spec.max_position_embeddings, SEQUENCE_LENGTH),
+            }
+        )
+    if job.data is not None:
+        shorter = min(job.data.sequence_length, SEQUENCE_LENGTH)
+        changes["data"] = job.data.model_copy(update={"sequence_length": shorter})
+    if job.train_batch_size > BATCH_SIZE:
+        changes |= _small_batch(job)
+    partition = job.parallelism.pp.partition
+    if not isinstance(partition, str):
+        pipeline = job.parallelism.pp.model_copy(update={"partition": "even"})
+        changes["parallelism"] = job.parallelism.model_copy(update={"pp": pipeline})
+    return job.model_copy(update=changes)
+
+
+def _small_batch(job: Job) -> dict[str, object]:
+    """The same number of replicas with fewer and smaller microbatches."""
+    accumulation = max(1, BATCH_SIZE // job.dp)
+    return {
+        "train_batch_size": job.dp * accumulation,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+    }

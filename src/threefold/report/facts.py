@@ -1,0 +1,73 @@
+"""What the sections of an explanation are made of, and the facts that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from threefold.job.spec import Job
+from threefold.layout import Layout, split_layers
+from threefold.report.placement import Placement
+from threefold.schedule import Schedule, build_schedule
+
+ASSUMED_DEVICES_PER_NODE = 8
+"""Devices of a node where the job states no cluster: what most GPU servers have."""
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of words: a header and rows, all of the same length."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Lines that must not be wrapped."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, and the paragraphs, tables and grids under it."""
+
+    title: str
+    body: tuple[str | TextTable | Grid, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A job, where its ranks are, and its schedule.
+
+    ``sequence_length`` is None for a job without a model: then there are no bytes to state.
+    """
+
+    job: Job
+    placement: Placement
+    schedule: Schedule
+    sequence_length: int | None
+
+    @property
+    def layout(self) -> Layout:
+        """The rank map."""
+        return self.placement.layout
+
+    @property
+    def stages(self) -> tuple[range, ...] | None:
+        """The layers of each stage; None when the job states neither a model nor a list of layers."""
+        partition = self.job.parallelism.pp.partition
+        if self.job.model is not None:
+            return split_layers(self.job.model.num_hidden_layers, self.job.pp, partition)
+        return None if isinstance(partition, str) else split_layers(sum(partition), self.job.pp, partition)
+
+
+def collect_facts(job: Job) -> Facts:
+    """The facts of ``job``, with the assumptions that stand in for a cluster and a sequence length not stated."""
+    layout = Layout(dp=job.dp, pp=job.pp, tp=job.tp, order=job.parallelism.axes)
+    devices = job.cluster.devices_per_node if job.cluster else min(ASSUMED_DEVICES_PER_NODE, layout.world_size)
+    schedule = build_schedule(job.parallelism.pp.schedule, job.pp, job.num_microbatches)
+    sequence_length = None
+    if job.model is not None:
+        sequence_length = job.data.sequence_length if job.data else job.model.max_position_embeddings
+    return Facts(job, Placement(layout, devices), schedule, sequence_length)
