@@ -6,7 +6,7 @@ from typing import Any
 
 from threefold.job import Job, parse_job
 
-GPT2 = {
+GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 61,
     "hidden_size": 32,
@@ -14,7 +14,7 @@ GPT2 = {
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
 }
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 61,
     "hidden_size": 32,

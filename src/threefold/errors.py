@@ -53,6 +53,13 @@ class DataError(ThreefoldError):
 
     exit_status: ClassVar[int] = 2
 
+    @property
+    def problem(self) -> Problem:
+        """The message, ``key: what is wrong`` and ``fix: how to mend it``, taken apart."""
+        key, _, rest = str(self).partition(": ")
+        message, _, fix = rest.partition("\n    fix: ")
+        return Problem(key, message, fix)
+
 
 class WorkerError(ThreefoldError):
     """A rank failed or hung; the message names rank, stage, microbatch and collective."""

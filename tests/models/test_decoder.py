@@ -37,7 +37,7 @@ def test_a_token_sees_only_the_past(keys: dict) -> None:
 
 def test_attention_with_dropout_written_out_equals_the_fused_kernel() -> None:
     torch.manual_seed(0)
-    model = Decoder(ModelSpec(**(LLAMA | {"attn_pdrop": 1e-12})))
+    model = Decoder(ModelSpec.model_validate(LLAMA | {"attn_pdrop": 1e-12}))
     ids = torch.randint(0, 61, (2, 12))
     written_out = model.train()(ids)
     fused = model.eval()(ids)

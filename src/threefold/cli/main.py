@@ -38,7 +38,7 @@ def main() -> None:
     An error that threefold raises on purpose is told in its own words. Any other is our bug, and keeps its traceback.
     """
     try:
-        app()
+        app(prog_name="threefold")  # also when run by `python -m threefold`
     except ThreefoldError as error:
         _print_error(str(error))
         sys.exit(error.exit_status)
@@ -58,7 +58,7 @@ def train(
     job: JobFile,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where metrics, logs and the resolved job go; default: a new one in runs/."),
+        typer.Option(metavar="DIR", help="Where metrics, logs and the resolved job go; default: runs/NAME/NUMBER."),
     ] = None,
     set_: Overrides = None,
 ) -> None:

@@ -82,7 +82,7 @@ def _check_sections(job: Job) -> None:
 def _choose_layouts(
     job: Job, world: int | None, layouts: list[str], shrink: bool
 ) -> tuple[dict[str, Job], dict[str, JobError]]:
-    """The stated layouts, and all factorizations of ``world``, which is the job's own world unless layouts are stated."""
+    """The stated layouts, and all factorizations of ``world``: the job's own world when no layout is stated."""
     from threefold.errors import JobError, Problem
     from threefold.job.shrink import shrink_job
     from threefold.measure.layouts import all_layouts, stated_layouts

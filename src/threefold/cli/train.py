@@ -41,11 +41,12 @@ def _start(job_file: Path, run_dir: Path | None, overrides: Sequence[str]) -> in
     job = loaded.job
 
     from threefold.train.launcher import launch
-    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, is_cpu, new_run_dir
+    from threefold.train.metrics import new_run_dir
+    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, is_cpu
 
     check_one_machine(job, job_file)
     check_before_start(job, job.world_size)
-    run_dir = run_dir or new_run_dir(job_file)
+    run_dir = run_dir or new_run_dir(Path("runs") / job_file.stem)
     _begin_run(job, run_dir, loaded.notes)
     command = [sys.executable, "-m", "threefold", "train", str(run_dir / RESOLVED_JOB), "--run-dir", str(run_dir)]
     return launch(command, run_dir, job.world_size, timeout_s=job.watchdog.timeout_s, cpu=is_cpu(job))
@@ -99,10 +100,10 @@ def _check_torchrun(job_file: Path, run_dir: Path | None, overrides: Sequence[st
 
 
 def _torchrun_run_dir(job_file: Path) -> Path:
-    """``runs/NAME-ID`` with torchrun's run id, since all ranks must find the same name without talking."""
+    """``runs/NAME/ID`` with torchrun's run id, since all ranks must find the same name without talking."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
-        return Path("runs") / f"{job_file.stem}-{run_id}"
+        return Path("runs") / job_file.stem / run_id
 
     from threefold.errors import JobError, Problem
 

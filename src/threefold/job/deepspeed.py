@@ -210,7 +210,9 @@ def _drop_foreign(settings: Settings, findings: Findings) -> Settings:
             settings = remove(settings, key)
     for key, advice in UNSUPPORTED.items():
         value = lookup(settings, key)
-        if value is not MISSING and not _asks_nothing(key, value):
+        if value is MISSING:
+            continue
+        if not _asks_nothing(key, value):
             findings.problem(key, f"{show(value)}: a DeepSpeed key that threefold does not support", advice)
         settings = remove(settings, key)
     return settings

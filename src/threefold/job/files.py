@@ -17,6 +17,7 @@ from threefold.job.messages import printable, show
 Settings = dict[str, Any]
 MOST_BYTES = 200_000
 DEEPEST = 32
+MOST_BITS = 256  # far above every limit of a key, and far below what Python refuses to print
 _EXAMPLE = '{"train_batch_size": 8, "parallelism": {"dp": {"size": 2}}}'
 
 
@@ -110,9 +111,13 @@ def check_plain(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _odd_values(value: object, key: str, depth: int) -> Iterator[Problem]:
-    name = printable(key[:60]) or "the job"
+    name = printable(key) or "the job"
     if depth > DEEPEST:
-        yield Problem(name, f"is nested more than {DEEPEST} deep", "write it flat: no section of a job is so deep")
+        yield Problem(
+            printable(key.partition(".")[0]),
+            f"is nested more than {DEEPEST} deep",
+            "write it flat: no section of a job is so deep",
+        )
     elif isinstance(value, Mapping):
         for child, item in value.items():
             if not isinstance(child, str) or not child or not _encodable(child):
@@ -122,6 +127,8 @@ def _odd_values(value: object, key: str, depth: int) -> Iterator[Problem]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _odd_values(item, key, depth + 1)
+    elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+        yield Problem(name, f"is a number of {value.bit_length()} bits", "write a number that a machine can count to")
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(name, f"{value} is not a finite number", "write a finite number, or leave the key out")
     elif isinstance(value, str) and not _encodable(value):
@@ -142,7 +149,7 @@ def _read_text(path: Path) -> str:
         raise _refusal(str(path), "is a directory, not a job file", f"name a file in it{_jobs_in(path)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise _refusal(str(path), f"can't be read: {reason}", "name a job file that you may read") from None
+        raise _refusal(str(path), f"can't be read: {reason}", "name a file that you may read") from None
     if len(content) > MOST_BYTES:
         raise _refusal(str(path), f"is larger than {MOST_BYTES} bytes", "name a job file; jobs are a few kilobytes")
     return _decode(content, path)

@@ -6,11 +6,12 @@ The same names are read in the job's own ``model`` section, so that a config.jso
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from threefold.errors import JobError
-from threefold.job.files import read_settings
+from threefold.job.files import check_plain, read_settings
 from threefold.job.messages import Findings, choices, nearest_word, printable, show
 from threefold.job.presets import presets
 from threefold.job.spec import ModelSpec
@@ -81,7 +82,7 @@ def resolve_model(settings: Mapping[str, Any], findings: Findings) -> dict[str, 
     model = settings.get("model")
     if not isinstance(model, Mapping):
         return dict(settings)
-    own = _translated(model, "model", findings)
+    own = _translated(model, _Source(), findings)
     base = _base(own, findings)
     if base is None:
         return {key: value for key, value in settings.items() if key != "model"}
@@ -122,11 +123,12 @@ def _from_directory(directory: Any, findings: Findings) -> Model | None:
     path = path / "config.json" if path.name != "config.json" else path
     try:
         config = read_settings(path)
+        odd = check_plain(config)
     except JobError as error:
-        for problem in error.problems:
-            findings.problem("model.hf", f"{problem.key}: {problem.message}", problem.fix)
-        return None
-    return _from_config(config, str(path), findings)
+        config, odd = {}, error.problems
+    for problem in odd:
+        findings.problem("model.hf", f"{problem.key}: {problem.message}", problem.fix)
+    return None if odd else _from_config(config, str(path), findings)
 
 
 def _from_config(config: Model, where: str, findings: Findings) -> Model | None:
@@ -136,32 +138,45 @@ def _from_config(config: Model, where: str, findings: Findings) -> Model | None:
         findings.problem("model.hf", message, f"name a config of model_type {choices(MODEL_TYPES)}")
         return None
     seen = len(findings.problems)
-    translated = _translated(config, f"model.hf ({printable(where)})", findings)
+    translated = _translated(config, _Source(where), findings)
     _refuse_unknown(translated, where, findings)
     return None if len(findings.problems) > seen else {**_LEFT_OUT[model_type], **translated}
 
 
 def _refuse_unknown(translated: Model, where: str, findings: Findings) -> None:
-    for name in translated.keys() - ModelSpec.model_fields.keys() - {"head_dim"}:
+    for name in sorted(translated.keys() - ModelSpec.model_fields.keys() - {"head_dim"}):
         message = f"{printable(where)} has {show(name)}, and whether it changes the model is not known"
         findings.problem("model.hf", message, f"remove {show(name)} from it if the model does not depend on it")
 
 
-def _translated(model: Mapping[str, Any], where: str, findings: Findings) -> Model:
+@dataclass(frozen=True)
+class _Source:
+    """Where a model's keys stand: in the job's own ``model`` section, or in the config file at ``path``."""
+
+    path: str | None = None
+
+    def problem(self, name: str, message: str, fix: str, findings: Findings) -> None:
+        if self.path is None:
+            findings.problem(f"model.{name}", message, fix)
+        else:
+            findings.problem("model.hf", f"{printable(name)} in {printable(self.path)}: {message}", fix)
+
+
+def _translated(model: Mapping[str, Any], source: _Source, findings: Findings) -> Model:
     """``model`` in the job's own names, without keys that mean nothing here; features that are not done are refused."""
     translated: Model = {}
     for name, value in _with_flat_rope(model).items():
         own_name = _RENAMES.get(name, name)
         if name in _NO_EFFECT:
-            if where == "model":
+            if source.path is None:
                 findings.notes.append(f"model.{printable(name)}: has no effect on the model")
         elif name in _OFF_VALUES:
-            _refuse_feature(name, value, where, findings)
+            _refuse_feature(name, value, source, findings)
         elif value is None and own_name in {"intermediate_size", "num_key_value_heads", "head_dim", "preset", "hf"}:
             continue  # Hugging Face's way of saying: the default
         elif own_name in translated and translated[own_name] != value:
             message = f"{show(value)} contradicts {own_name} {show(translated[own_name])}; they are the same number"
-            findings.problem(f"{where}.{name}", message, f"keep one of {name} and {own_name}")
+            source.problem(name, message, f"keep one of {name} and {own_name}", findings)
         else:
             translated[own_name] = value
     return _with_known_activation(translated)
@@ -190,11 +205,11 @@ def _with_known_activation(model: Model) -> Model:
     return model
 
 
-def _refuse_feature(name: str, value: Any, where: str, findings: Findings) -> None:
+def _refuse_feature(name: str, value: Any, source: _Source, findings: Findings) -> None:
     off = _OFF_VALUES[name]
     if not any(value == harmless and type(value) is type(harmless) for harmless in off):
         message = f"{show(value)} asks for a model feature that threefold does not have"
-        findings.problem(f"{where}.{name}", message, f"train without it: set {name} to {show(off[0])} or remove it")
+        source.problem(name, message, f"train without it: set {name} to {show(off[0])} or remove it", findings)
 
 
 def _without_head_dim(model: Model, findings: Findings) -> Model:

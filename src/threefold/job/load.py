@@ -20,6 +20,7 @@ from threefold.job.spec import DataParallel, Job, JobFile
 from threefold.job.validate import validated
 
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
+EDITOR_SCHEMA = "$schema"  # names the schema to an editor; nothing of the job
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _build(settings: Mapping[str, Any], texts: Sequence[str], world_size: int | 
     findings = Findings()
     overrides = parse_overrides(texts, findings)
     changed = apply_overrides(settings, overrides, findings)
-    changed = _give_way(changed, settings, overrides, world_size)
+    changed = _give_way(remove(changed, EDITOR_SCHEMA), settings, overrides, world_size)
     odd = check_plain(changed)
     if odd:
         raise JobError([*findings.problems, *odd])
@@ -168,4 +169,22 @@ def job_schema() -> dict[str, Any]:
     schema = JobFile.model_json_schema()
     model = schema["$defs"]["ModelSpec"]
     model["anyOf"] = [{"required": ["preset"]}, {"required": ["hf"]}, {"required": model.pop("required")}]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "threefold job"}
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "threefold job"}
+    return _with_standard_bounds(whole)
+
+
+def _with_standard_bounds(schema: Any) -> Any:
+    """Spell pydantic's bounds as JSON schema does; it leaves its own names where a value is converted first."""
+    if isinstance(schema, list):
+        return [_with_standard_bounds(entry) for entry in schema]
+    if isinstance(schema, dict):
+        return {_BOUNDS.get(key, key): _with_standard_bounds(value) for key, value in schema.items()}
+    return schema
+
+
+_BOUNDS: Mapping[str, str] = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+}

@@ -25,6 +25,10 @@ class Findings:
         """Add one problem."""
         self.problems.append(Problem(printable(key), message, fix))
 
+    def explains(self, key: str) -> bool:
+        """Whether a problem is already known about ``key`` or a section above it."""
+        return any(key == problem.key or key.startswith(f"{problem.key}.") for problem in self.problems)
+
     def concerns(self, *keys: str) -> bool:
         """Whether a problem is already known about one of ``keys``, a section above it or a key below it."""
         return any(_related(problem.key, key) for problem in self.problems for key in keys)

@@ -18,6 +18,9 @@ LAYOUT_KEYS = (
 )
 
 
+_MODEL_STARTS = ("model.preset", "model.hf")
+
+
 @dataclass(frozen=True)
 class Override:
     """One ``--set``: a dotted key and the value it gets; None takes the key out."""
@@ -53,8 +56,12 @@ def _parse_override(text: str, findings: Findings) -> Override | None:
 
 
 def apply_overrides(settings: Mapping[str, Any], overrides: Sequence[Override], findings: Findings) -> dict[str, Any]:
-    """A copy of ``settings`` with each override in it, later ones winning."""
-    changed = dict(settings)
+    """A copy of ``settings`` with each override in it, later ones winning.
+
+    Another preset or Hugging Face directory is another model: the file's own numbers go with its old one.
+    """
+    another_model = any(override.key in _MODEL_STARTS and override.value is not None for override in overrides)
+    changed = remove(settings, "model") if another_model else dict(settings)
     for override in overrides:
         if override.value is None:
             changed = _take_out(changed, override.key, findings)

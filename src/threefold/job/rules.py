@@ -125,7 +125,9 @@ def _sequence_parallel_divides(file: JobFile) -> Iterator[Problem]:
 
 def _a_layer_for_every_stage(file: JobFile) -> Iterator[Problem]:
     stages = file.parallelism.pp.size * file.parallelism.pp.chunks
-    if file.model is not None and stages > file.model.num_hidden_layers:
+    partition = file.parallelism.pp.partition
+    stated = not isinstance(partition, str) and len(partition) == stages  # a list may give a stage no layer
+    if file.model is not None and stages > file.model.num_hidden_layers and not stated:
         layers = file.model.num_hidden_layers
         message = f"{stages} stages are more than the model's {layers} layers"
         yield Problem(PP_SIZE, message, f"set it to {layers // file.parallelism.pp.chunks or 1} or less")
@@ -137,12 +139,12 @@ def _partition_counts(file: JobFile) -> Iterator[Problem]:
     if isinstance(partition, str):
         return
     layers = file.model.num_hidden_layers if file.model else sum(partition)
-    fix = f"give {stages} counts of 1 or more that sum to {layers}{_even_counts(layers, stages)}"
+    fix = f"give {stages} counts of 0 or more that sum to {layers}{_even_counts(layers, stages)}"
     shown = show(list(partition))
     if len(partition) != stages:
         yield Problem(PARTITION, f"{shown} has {len(partition)} counts for {stages} stages", fix)
-    if any(count < 1 for count in partition):
-        yield Problem(PARTITION, f"{shown} gives a stage {min(partition)} layers; each needs at least 1", fix)
+    if any(count < 0 for count in partition):  # 0 is a stage of the embedding or the head alone
+        yield Problem(PARTITION, f"{shown} gives a stage {min(partition)} layers", fix)
     if sum(partition) != layers:
         yield Problem(PARTITION, f"{shown} places {sum(partition)} layers, but the model has {layers}", fix)
 

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from threefold.job.files import parse_value
 from threefold.job.keys import known_fields, lookup, remove, section_of, siblings, suggestion
-from threefold.job.messages import Findings, choices, nearest_word, printable, show
+from threefold.job.messages import LONGEST_VALUE, Findings, choices, nearest_word, printable, show
 from threefold.job.spec import JobFile, Section
 
 # Keys of which pydantic can't say in one sentence what they take.
@@ -33,7 +33,7 @@ _KINDS: Mapping[str, str] = {
 }
 # The key that a person means who writes a section as one value: "fp16": true, "tp": 2, "model": "gpt2".
 _SHORTHANDS = ("enabled", "size", "stage", "every", "device", "mode", "type", "preset", "train", "timeout_s")
-_TRUE_WORDS = {"yes", "on", "y", "enabled", "1", 1}
+_TRUE_WORDS = frozenset({"yes", "on", "y", "enabled", "1", 1})
 
 
 def validated(settings: Mapping[str, Any], findings: Findings) -> JobFile:
@@ -52,9 +52,9 @@ def _report(settings: Mapping[str, Any], errors: Sequence[ErrorDetails], finding
     misspelt = {suggestion(_key_in(settings, e["loc"])) for e in errors if e["type"] == "extra_forbidden"}
     for error in errors:
         key = _key_in(settings, error["loc"])
-        if error["type"] == "missing":
+        if error["type"] == "missing" and key not in FORMS:
             _report_missing(f"{key}.{error['loc'][-1]}", misspelt, findings)
-        elif not findings.concerns(key):
+        elif not findings.explains(key):
             message, fix = _words(key, lookup(settings, key), error)
             findings.problem(key, message, fix)
         remaining = remove(remaining, key)
@@ -74,7 +74,7 @@ def _key_in(settings: Mapping[str, Any], location: Sequence[int | str]) -> str:
 
 
 def _report_missing(key: str, misspelt: Collection[str | None], findings: Findings) -> None:
-    if key in misspelt or findings.concerns(key):
+    if key in misspelt or findings.explains(key):
         return  # it is there under a wrong name, or was there with a wrong value: that is reported
     fix = f'add "{key.rpartition(".")[2]}" to it, for example {show(example(key))}'
     preset = ', or start from a known model with "preset": "gpt2"' if key.startswith("model.") else ""
@@ -127,7 +127,7 @@ def _means_true(value: Any) -> bool:
 
 def _unquoted(value: Any) -> Any:
     try:
-        return parse_value(value) if isinstance(value, str) else value
+        return parse_value(value) if isinstance(value, str) and len(value) <= LONGEST_VALUE else value
     except ValueError:
         return None
 
@@ -154,7 +154,8 @@ def _accepts(section: type[Section], name: str, value: Any) -> bool:
 def _not_in_range(words: str, fix: str) -> Callable[[str, Any, Mapping[str, Any]], tuple[str, str]]:
     def translated(key: str, value: Any, context: Mapping[str, Any]) -> tuple[str, str]:
         (limit,) = (context[name] for name in ("ge", "gt", "le", "lt") if name in context)
-        return f"{show(value)} is out of range: {words} {limit:g}", fix.format(limit=f"{limit:g}", like=example(key))
+        shown = int(limit) if limit == int(limit) else limit
+        return f"{show(value)} is out of range: {words} {shown}", fix.format(limit=shown, like=example(key))
 
     return translated
 

@@ -79,16 +79,19 @@ def stage_of_parameter(name: str, stages: Sequence[range]) -> int:
     ``embed.*`` is on the first stage, ``layers.N.*`` where layer N is, everything after the layers (``final_norm``,
     ``head``) on the last. A tied embedding is owned by the first stage. Raises ValueError for a layer no stage holds.
     """
-    parts = name.split(".")
-    if parts[0] == "embed":
-        return 0
-    if parts[0] != "layers":
-        return len(stages) - 1
-    layer = int(parts[1])
-    for stage, layers in enumerate(stages):
-        if layer in layers:
+    for stage in range(len(stages)):
+        if _holds(stages, stage, name):
             return stage
-    raise ValueError(f"{name}: no stage holds layer {layer}; the stages are {list(stages)}")
+    raise ValueError(f"{name}: no stage holds this layer; the stages are {list(stages)}")
+
+
+def _holds(stages: Sequence[range], stage: int, name: str) -> bool:
+    part, _, rest = name.partition(".")
+    if part == "embed":
+        return stage == 0
+    if part == "layers":
+        return int(rest.partition(".")[0]) in stages[stage]
+    return stage == len(stages) - 1
 
 
 def stage_parameters(names: Iterable[str], stages: Sequence[range], stage: int, *, tied: bool) -> tuple[str, ...]:
@@ -96,7 +99,5 @@ def stage_parameters(names: Iterable[str], stages: Sequence[range], stage: int, 
 
     With ``tied`` embeddings the last stage holds a copy of the token embedding besides the first stage's.
     """
-    is_last = stage == len(stages) - 1
-    return tuple(
-        name for name in names if stage_of_parameter(name, stages) == stage or (tied and is_last and name == EMBEDDING)
-    )
+    copied = tied and stage == len(stages) - 1
+    return tuple(name for name in names if _holds(stages, stage, name) or (copied and name == EMBEDDING))

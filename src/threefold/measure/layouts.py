@@ -87,7 +87,9 @@ def stated_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Job]:
         try:
             jobs[text] = relayout(job, **parse_layout(text))
         except JobError as error:
-            problems += [Problem(problem.key, f"{problem.message} (layout {text})", problem.fix) for problem in error.problems]
+            problems += [
+                Problem(problem.key, f"{problem.message} (layout {text})", problem.fix) for problem in error.problems
+            ]
     if problems:
         raise JobError(problems)
     return jobs

@@ -1,10 +1,10 @@
 """Does a layout compute what one process computes? Loss, every raw gradient and every parameter are compared.
 
-SGD, not Adam: Adam divides by the gradient's own size and hides constant factors. Gradients are compared before clipping.
-Every rank compares its own shard with its slice of the single process's tensors, so nothing is gathered.
+SGD, not Adam: Adam divides by the gradient's own size and hides constant factors. Gradients are compared before
+clipping. Every rank compares its own shard with its slice of the single process's tensors, so nothing is gathered.
 
-How much difference is rounding? In float64 the limit is fixed. For other formats it is measured: the single process runs
-in that format and in float64, and the distance between the two is what rounding alone does to this very model.
+How much difference is rounding? In float64 the limit is fixed. For other formats it is measured: the single process
+runs in that format and in float64, and the distance between the two is what rounding alone does to this very model.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def _compare_step(
     engine: Engine, reference: Reference, step: int, result: StepResult, rank: int, place: str
 ) -> Iterator[Difference]:
     yield Difference("loss", "loss", step, _relative(result.loss, reference.losses[step]), rank, place)
-    gradients = {
-        entry.name: entry.parameter.grad for entry in engine.parameters if entry.parameter.grad is not None
-    }
+    gradients = {entry.name: entry.parameter.grad for entry in engine.parameters if entry.parameter.grad is not None}
     for name, error in _tensor_errors(engine.parameters, gradients, reference.gradients[step]):
         yield Difference("gradient", name, step, error, rank, place)
     yield Difference("norm", "norm", step, _relative(result.grad_norm, reference.norms[step]), rank, place)

@@ -1,8 +1,8 @@
 """A pool of worker processes that run one function on many ranks, again and again, in a fresh process group each time.
 
-Starting a process that has torch costs seconds, a process group milliseconds. Parity runs dozens of layouts and the test
-suite hundreds, so both keep the processes. Workers are forked from a server that has imported torch once. They talk over
-loopback only and meet over a file.
+Starting a process that has torch costs seconds, a process group milliseconds. Parity runs dozens of layouts and the
+test suite hundreds, so both keep the processes. Workers are forked from a server that has imported torch once. They
+talk over loopback only and meet over a file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class WorkerPool:
     ) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float | None = None
+    ) -> list[Any]:
         """The results in the order of ranks.
 
         Raises:
@@ -167,12 +169,17 @@ def _serve(connection: Connection) -> None:
 
 def _run(call: _Call) -> Any:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    from threefold.train.watchdog import Watchdog
 
     activity = ActivityWriter(ActivityBoard.open(call.directory / "board"), call.rank, f"rank {call.rank}")
-    store = dist.FileStore(str(call.directory / "store"), call.world_size)
+    store = FileStore(str(call.directory / "store"), call.world_size)
     timeout = timedelta(seconds=2 * call.timeout_s)
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
     try:
-        return call.function(WorkerContext(call.rank, call.world_size, activity), *call.args)
+        # The caller keeps the time; the watchdog only shows that this process lives.
+        with Watchdog(activity, 2 * call.timeout_s, lambda _: None):
+            return call.function(WorkerContext(call.rank, call.world_size, activity), *call.args)
     finally:
         dist.destroy_process_group()

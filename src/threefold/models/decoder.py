@@ -149,7 +149,7 @@ class Rotary(nn.Module):
         length = x_BHSK.shape[-2]
         cached = self._cached
         if cached is not None:
-            cos_SK, sin_SK = cached
+            cos_SK = cached[0]
             if cos_SK.shape[0] == length and cos_SK.dtype == x_BHSK.dtype and cos_SK.device == x_BHSK.device:
                 return cached
         # float64 costs nothing here and keeps large positions exact.

@@ -127,9 +127,7 @@ class Group:
             output.copy_(tensor)
             return Pending()
         self.traffic.add(self.axis, "all_gather", output)
-        return self._start(
-            "all_gather", lambda: _ALL_GATHER(output, tensor, group=self.handle, async_op=True)
-        )
+        return self._start("all_gather", lambda: _ALL_GATHER(output, tensor, group=self.handle, async_op=True))
 
     def reduce_scatter_into(self, output: Tensor, tensor: Tensor) -> Pending:
         """Sum ``tensor`` over the group and keep this rank's part along the first dim in ``output``."""
@@ -137,9 +135,7 @@ class Group:
             output.copy_(tensor)
             return Pending()
         self.traffic.add(self.axis, "reduce_scatter", tensor)
-        return self._start(
-            "reduce_scatter", lambda: _REDUCE_SCATTER(output, tensor, group=self.handle, async_op=True)
-        )
+        return self._start("reduce_scatter", lambda: _REDUCE_SCATTER(output, tensor, group=self.handle, async_op=True))
 
     def send(self, tensor: Tensor, to_index: int) -> Pending:
         """Send to the rank at ``to_index`` of this group; ``tensor`` must stay untouched until ``wait`` returns."""

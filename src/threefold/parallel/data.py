@@ -1,9 +1,9 @@
 """Data parallelism: gradients live in flat buckets, and a bucket's sum over replicas starts as soon as it is complete.
 
-A parameter's ``grad`` is a view into its bucket, so autograd accumulates microbatches in place and the collective works
-in place, without a copy in or out. In the last microbatch a hook counts a bucket's gradients; when the last one is there
-the all-reduce starts, and backward goes on (Li et al. 2020). Gradients are *summed*: the loss was already divided by the
-number of valid tokens in the global batch.
+A parameter's ``grad`` is a view into its bucket, so autograd accumulates microbatches in place and the collective
+works in place, without a copy in or out. In the last microbatch a hook counts a bucket's gradients; when the last one
+is there the all-reduce starts, and backward goes on (Li et al. 2020). Gradients are *summed*: the loss was already
+divided by the number of valid tokens in the global batch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GradientSync:
         for bucket in self.buckets:
             bucket.flat.mul_(factor)
 
-    def _hook_of(self, bucket: Bucket):  # noqa: ANN202
+    def _hook_of(self, bucket: Bucket):
         def on_gradient(_parameter: Tensor) -> None:
             if self._armed:
                 bucket.missing -= 1

@@ -61,9 +61,7 @@ class Engine:
     def __init__(self, stage: Stage, mesh: Mesh, loss_sum: LossSum, options: EngineOptions) -> None:
         self.stage, self.mesh, self.options = stage, mesh, options
         self.parameters: tuple[ShardedParameter, ...] = stage.sharded
-        self.executor = PipelineExecutor(
-            {mesh.coord.pp: stage}, mesh, options.boundary_shape, options.dtype, loss_sum
-        )
+        self.executor = PipelineExecutor({mesh.coord.pp: stage}, mesh, options.boundary_shape, options.dtype, loss_sum)
         self.gradients = GradientSync(self.parameters, mesh.dp, options.bucket_elements, options.overlap)
         self.schedule = lower(build_schedule(options.schedule, mesh.layout.pp, options.num_microbatches))
         make_replicas_equal(self.parameters)
@@ -159,20 +157,20 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
     """The engine of the built-in decoder that ``job`` describes, on this rank, in ``dtype`` or the job's own."""
     spec, data = job.model, job.data
     assert spec is not None and data is not None, "check_trainable was not called"
-    dtype = dtype or getattr(torch, job.dtype)
+    number_format: torch.dtype = dtype or getattr(torch, job.dtype)
     sequence_parallel = job.parallelism.tp.sequence_parallel
     layers = split_layers(spec.num_hidden_layers, job.pp, job.parallelism.pp.partition)
     with torch.device("meta"):
         model = Decoder(spec)
     plan = tensor_parallel_plan(spec, sequence_parallel)
     initial_value = decoder_initial_value(spec, job.seed)
-    stage = build_stage(model, layers, mesh, plan, seed=job.seed, initial_value=initial_value, dtype=dtype)
+    stage = build_stage(model, layers, mesh, plan, seed=job.seed, initial_value=initial_value, dtype=number_format)
     local_sequence = data.sequence_length // (job.tp if sequence_parallel else 1)
     options = EngineOptions(
         schedule=job.parallelism.pp.schedule,
         num_microbatches=job.num_microbatches,
         boundary_shape=(job.micro_batch, local_sequence, spec.hidden_size),
-        dtype=dtype,
+        dtype=number_format,
         bucket_elements=job.zero_optimization.reduce_bucket_size,
         overlap=job.zero_optimization.overlap_comm,
         clip_norm=job.gradient_clipping,

@@ -12,6 +12,7 @@ from threefold.layout import AXES, Coord, Layout
 from threefold.parallel.activity import ActivityLog, NullActivity
 from threefold.parallel.collectives import Group, Traffic
 
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's coordinate and its groups, by the axes that they connect."""
@@ -99,7 +100,7 @@ def build_mesh(
         name = group_name(layout, axes)
         if name not in groups:
             add(name, layout.groups(axes) if name else [(r,) for r in range(layout.world_size)])
-    for stages in sorted(tied_stages):
+    for stages in sorted(set(tied_stages)):
         add(tied_name(stages), tied_ranks(layout, stages))
     return Mesh(layout, rank, device or torch.device("cpu"), groups, activity, traffic)
 

@@ -28,7 +28,8 @@ def local_squared_norm(parameters: Iterable[ShardedParameter], mesh: Mesh) -> Te
         return total
     owned = [entry.parameter.grad for entry in parameters if entry.owns_norm and entry.parameter.grad is not None]
     if owned:
-        total += torch.stack(torch._foreach_norm(owned)).double().square().sum()
+        norms = torch._foreach_norm(owned)  # pyright: ignore[reportPrivateImportUsage]
+        total += torch.stack(norms).double().square().sum()
     return total
 
 

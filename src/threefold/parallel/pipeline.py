@@ -149,7 +149,8 @@ class PipelineExecutor:
         else:
             gradient, pending = state.received_grads.pop(key)
             pending.wait()
-        torch.autograd.backward(y, gradient)
+        if y.requires_grad:  # not where the first stage has no parameter that is trained
+            torch.autograd.backward(y, gradient)
         if action.stage > 0:
             assert x.grad is not None, "the input of a stage requires a gradient"
             state.grads_to_send[key] = x.grad

@@ -1,12 +1,12 @@
 """Copies of a parameter must be equal: made so at the start, and checked cheaply while training.
 
-Copies drift apart when a gradient is not reduced, is reduced over the wrong ranks, or when hardware corrupts memory; the
-loss often hides it for thousands of steps. The check compares 64-bit hashes of the exact bits.
+Copies drift apart when a gradient is not reduced, is reduced over the wrong ranks, or when hardware corrupts memory;
+the loss often hides it for thousands of steps. The check compares 64-bit hashes of the exact bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from threefold.parallel.mesh import Mesh
 from threefold.parallel.stage import ShardedParameter
 
 _CHUNK_ELEMENTS = 1 << 20
-_INTEGER_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_BYTES: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def make_replicas_equal(parameters: Iterable[ShardedParameter]) -> None:

@@ -7,13 +7,15 @@ from their names. A model with real values works too: each rank then keeps its p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from threefold.layout import DECODER_STYLES, Shard, Style, StyleRule, parameter_kind, rule_for, shard
+from threefold.layout import Shard, Style, StyleRule, parameter_kind, rule_for, shard
 from threefold.models.init import InitialValue
 from threefold.parallel.collectives import Group
 from threefold.parallel.dropout import HEAD_SHARDED, CurrentSamples, SampleDropout, split_dim_of
@@ -45,13 +47,16 @@ class TensorParallelPlan:
     """How tensor parallelism treats the modules of a model.
 
     ``styles`` maps patterns of module names to rules, ``qkv`` gives the section sizes of a fused projection (rows of
-    query, key and value) and ``dropouts`` the dim that is split at the dropouts inside of split layers.
+    query, key and value) and ``dropouts`` the dim that is split at the dropouts inside of split layers. ``inside`` are
+    patterns of replicated modules between a column and a row layer, like a norm of each head: every rank uses them on
+    other features, so that its gradient of them is a part of the true one.
     """
 
     styles: Mapping[str, StyleRule]
     qkv: tuple[int, int, int] | None = None
     sequence_parallel: bool = False
     dropouts: Mapping[str, int] | None = None
+    inside: tuple[str, ...] = ()
 
 
 class Stage(nn.Module):
@@ -85,20 +90,35 @@ def model_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if callable(parts):
         return parts()
     if isinstance(model, nn.Sequential):
-        return list(model.named_children())
+        # Not named_children(), which leaves out a module that stands there twice.
+        return [(name, module) for name, module in model._modules.items() if module is not None]
     raise TypeError(f"{type(model).__name__} must have a method parts() or be an nn.Sequential to be cut into stages")
 
 
 def select_parts(
     parts: Sequence[tuple[str, nn.Module]], layers: range, *, is_first: bool, is_last: bool
 ) -> list[tuple[str, nn.Module]]:
-    """The parts of one stage: its ``layers`` (pieces whose name ends in a number), what comes before on the first stage,
-    what comes after on the last.
+    """The parts of one stage: its ``layers`` (pieces whose name ends in a number), what comes before on the first
+    stage, what comes after on the last. A piece between two layers stays with the one before it.
     """
-    numbered = [index for index, (name, _) in enumerate(parts) if _LAYER_NAME.search(name)]
-    before, after = list(parts[: numbered[0]]), list(parts[numbered[-1] + 1 :])
-    middle = [parts[numbered[layer]] for layer in layers]
+    starts = _layer_starts(parts)
+    end = starts[-1] + 1 if starts else len(parts)
+    bounds = [*starts, end]
+    before, after = list(parts[: bounds[0]]), list(parts[end:])
+    middle = [part for layer in layers for part in parts[bounds[layer] : bounds[layer + 1]]]
     return [*(before if is_first else []), *middle, *(after if is_last else [])]
+
+
+def _layer_starts(parts: Sequence[tuple[str, nn.Module]]) -> list[int]:
+    return [index for index, (name, _) in enumerate(parts) if _LAYER_NAME.search(name)]
+
+
+def _check_layers(parts: Sequence[tuple[str, nn.Module]], layers: Sequence[range]) -> None:
+    held, num_layers = [layer for stage in layers for layer in stage], len(_layer_starts(parts))
+    if held != list(range(num_layers)):
+        raise ValueError(
+            f"the stages hold layers {held}, but the model has {num_layers}: give each to one stage, in order"
+        )
 
 
 def tied_stages(model: nn.Module, layers: Sequence[range]) -> dict[str, tuple[int, ...]]:
@@ -127,10 +147,13 @@ def build_stage(
     """Cut out this rank's part of ``model`` (which is taken apart and must not be used afterwards).
 
     ``layers`` are those of every stage. ``initial_value`` makes each whole parameter from its name; without it the
-    model's own values are used. Raises JobError when the model can't be split so, KeyError for a module without style.
+    model's own values are used. Raises JobError when the model can't be split so, KeyError for a module without style,
+    TypeError for a module that its style does not fit, ValueError when ``layers`` are not the model's.
     """
     is_first, is_last = mesh.coord.pp == 0, mesh.coord.pp == mesh.layout.pp - 1
+    _check_layers(model_parts(model), layers)
     names, ties = _canonical_names(model), tied_stages(model, layers)
+    _check_ties(names, plan.styles)
     parts = select_parts(model_parts(model), layers[mesh.coord.pp], is_first=is_first, is_last=is_last)
     stage = Stage(parts, is_first=is_first, is_last=is_last)
     entries = []
@@ -143,7 +166,7 @@ def build_stage(
                 made[name] = _make(name, module_name, local_name, parameter, mesh, plan, stages, initial_value, dtype)
                 entries.append(made[name])
             setattr(module, local_name, made[name].parameter)
-    stage.sharded = tuple(entries)
+    stage.sharded = _ties_first(entries, list(names), ties)
     _apply_styles(stage, parts, mesh.tp, plan, made, names)
     _replace_dropouts(stage, parts, mesh.tp, plan, seed)
     return stage
@@ -156,6 +179,25 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
         name: first.setdefault(id(parameter), name)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+
+
+def _check_ties(names: Mapping[str, str], styles: Mapping[str, StyleRule]) -> None:
+    """Uses of one parameter in different styles would need different shards of it."""
+    for name, first in names.items():
+        rule, other = (rule_for(full_name.rpartition(".")[0], styles) for full_name in (name, first))
+        if rule != other:
+            raise TypeError(f"{name} is tied to {first}, but their styles are {rule.style} and {other.style}")
+
+
+def _ties_first(
+    entries: Sequence[ShardedParameter], model_order: Sequence[str], ties: Collection[str]
+) -> tuple[ShardedParameter, ...]:
+    """Parameters that stages share, in the model's order; then the others, in the order of the data flow.
+
+    Stages may use what they share in different orders, but must communicate about it in the same one.
+    """
+    shared = sorted((entry for entry in entries if entry.name in ties), key=lambda entry: model_order.index(entry.name))
+    return (*shared, *(entry for entry in entries if entry.name not in ties))
 
 
 def _modules_with_parameters(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -182,20 +224,28 @@ def _make(
     value = take_shard(whole, part).to(device=mesh.device, dtype=dtype or whole.dtype)
     replicated = part.dim is None
     # Under sequence parallelism a replicated parameter sees only this rank's part of the sequence, so its local
-    # gradient is a partial sum (Korthikanti et al. 2022). Otherwise every tp rank computes the whole of it.
-    partial = replicated and plan.sequence_parallel
-    tied = len(stages) > 1
-    if tied and replicated and mesh.layout.tp > 1:
+    # gradient is a partial sum (Korthikanti et al. 2022). Otherwise every tp rank computes the whole of it, except
+    # inside of split layers.
+    inside = any(fnmatchcase(module_name, pattern) for pattern in plan.inside)
+    partial = replicated and (plan.sequence_parallel or inside)
+    if len(stages) > 1 and replicated and mesh.layout.tp > 1:
         raise TypeError(f"{name}: a parameter that is used on stages {stages} must be split over tp, not replicated")
     return ShardedParameter(
         name=name,
         parameter=nn.Parameter(value, requires_grad=parameter.requires_grad),
         shard=part,
         global_shape=tuple(parameter.shape),
-        copies=mesh.tied(stages) if tied else mesh.group("dp", "tp") if replicated else mesh.dp,
-        sum_over=mesh.tied(stages) if tied else mesh.group("dp", "tp") if partial else mesh.dp,
-        owns_norm=(not replicated or mesh.coord.tp == 0) and mesh.coord.pp == stages[0],
+        copies=_reach(mesh, stages, over_tp=replicated),
+        sum_over=_reach(mesh, stages, over_tp=partial),
+        owns_norm=(not replicated or mesh.coord.tp == 0) and mesh.coord.pp == min(stages),
     )
+
+
+def _reach(mesh: Mesh, stages: tuple[int, ...], *, over_tp: bool) -> Group:
+    """All replicas' ranks of these stages, or, over tp too, of this stage."""
+    if len(stages) > 1:
+        return mesh.tied(stages)
+    return mesh.group("dp", "tp") if over_tp else mesh.dp
 
 
 def take_shard(whole: Tensor, part: Shard) -> Tensor:
@@ -218,8 +268,9 @@ def _apply_styles(
     names: Mapping[str, str],
 ) -> None:
     for index, (part_name, part) in enumerate(parts):
-        for name, module in list(part.named_modules(prefix=part_name)):
-            if not any(True for _ in module.parameters(recurse=False)):
+        for name, module in list(part.named_modules(prefix=part_name, remove_duplicate=False)):
+            done = isinstance(module, (ColumnLinear, RowLinear, VocabEmbedding, SequenceSlice))  # used twice
+            if done or not any(True for _ in module.parameters(recurse=False)):
                 continue
             entry = made[names[f"{name}.weight"]] if hasattr(module, "weight") else None
             replacement = _styled(name, module, rule_for(name, plan.styles), entry, group, plan.sequence_parallel)
@@ -234,17 +285,32 @@ def _styled(
     group: Group,
     sequence_parallel: bool,
 ) -> nn.Module:
-    if isinstance(module, nn.Linear) and rule.style in (Style.COLUMN, Style.VOCAB):
+    if _is_linear(module) and rule.style in (Style.COLUMN, Style.VOCAB):
         return ColumnLinear(module, group, sequence_parallel)
-    if isinstance(module, nn.Linear) and rule.style is Style.ROW:
+    if _is_linear(module) and rule.style is Style.ROW:
         return RowLinear(module, group, sequence_parallel)
-    if isinstance(module, nn.Embedding) and rule.style is Style.VOCAB and entry is not None:
+    if _is_embedding(module) and rule.style is Style.VOCAB and entry is not None:
         return VocabEmbedding(module, entry.shard, group, sequence_parallel)
     if rule.style is not Style.REPLICATED:
-        raise TypeError(f"{name}: a {type(module).__name__} has no {rule.style.value}-parallel form")
-    if isinstance(module, nn.Embedding) and sequence_parallel:
+        raise TypeError(f"{name}: {module} has no {rule.style.value}-parallel form")
+    if _is_embedding(module) and sequence_parallel:
         return SequenceSlice(module, group)
     return module
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    # A subclass that computes something else has no parallel form that we know.
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.padding_idx is None
+        and module.max_norm is None
+        and not (module.scale_grad_by_freq or module.sparse)
+    )
 
 
 def _replace_dropouts(
@@ -252,7 +318,7 @@ def _replace_dropouts(
 ) -> None:
     inside = HEAD_SHARDED if plan.dropouts is None else plan.dropouts
     for index, (part_name, part) in enumerate(parts):
-        for name, module in list(part.named_modules(prefix=part_name)):
+        for name, module in list(part.named_modules(prefix=part_name, remove_duplicate=False)):
             if isinstance(module, nn.Dropout):
                 split_dim = split_dim_of(name, plan.sequence_parallel, inside)
                 dropout = SampleDropout(module.p, name, seed, stage.samples, group, split_dim)
@@ -266,5 +332,3 @@ def _replace(stage: Stage, index: int, part_name: str, name: str, replacement: n
         return
     parent_name, _, child_name = name[len(part_name) + 1 :].rpartition(".")
     stage.parts[index].get_submodule(parent_name).register_module(child_name, replacement)
-
-

@@ -3,8 +3,8 @@
 A column-parallel layer holds some of the outputs, a row-parallel layer some of the inputs. Between a column layer and
 the row layer after it every rank works on its own features and nothing is sent. The paper's conjugate pairs are
 
-    without sequence parallelism   f: identity forward, all-reduce backward      g: all-reduce forward, identity backward
-    with sequence parallelism      f: all-gather forward, reduce-scatter back    g: reduce-scatter forward, all-gather back
+    without sequence parallelism   f: identity, backward all-reduce            g: all-reduce, backward identity
+    with sequence parallelism      f: all-gather, backward reduce-scatter      g: reduce-scatter, backward all-gather
 
 where the second form sends the same bytes, and splits norms, dropouts and the residual stream by sequence.
 
@@ -161,7 +161,7 @@ class VocabEmbedding(nn.Module):
 
 
 class SequenceSlice(nn.Module):
-    """Wraps a replicated module whose output is ``[..., S, D]``; keeps this rank's part of the sequence."""
+    """A replicated embedding of positions ``[S]`` or ids ``[B, S]`` that gives this rank's part of the sequence."""
 
     def __init__(self, embedding: nn.Embedding, group: Group) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class SequenceSlice(nn.Module):
 
     def forward(self, positions_S: Tensor) -> Tensor:
         """The rows of this rank's positions."""
-        return F.embedding(positions_S.chunk(self.group.size)[self.group.index], self.weight)
+        return F.embedding(positions_S.chunk(self.group.size, dim=-1)[self.group.index], self.weight)
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:

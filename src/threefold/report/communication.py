@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from threefold.cost.traffic import Transfer, estimate_traffic
@@ -12,7 +12,7 @@ from threefold.report.facts import Facts, Section, TextTable
 from threefold.report.placement import Placement
 from threefold.report.words import format_bytes, format_integers
 
-GROUP_AXES = {
+GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
     "dp": ("dp",),
@@ -156,6 +156,9 @@ def traffic_section(facts: Facts) -> Section:
         "or across several. Bytes are the whole tensor that enters a collective; a ring all_reduce over g ranks puts "
         "2(g - 1)/g times that on the wire."
     )
+    last = facts.job.pp - 1
+    if last >= MOST_STAGES:
+        note += f" Stages 2 to {last - 1} send what stage 1 sends, each in proportion to its layers."
     return Section("What is sent", (table, note))
 
 

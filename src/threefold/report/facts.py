@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from threefold.cost.traffic import local_parameters
 from threefold.job.spec import Job
 from threefold.layout import Layout, split_layers
 from threefold.report.placement import Placement
@@ -38,15 +39,16 @@ class Section:
 
 @dataclass(frozen=True)
 class Facts:
-    """A job, where its ranks are, and its schedule.
+    """A job, where its ranks are, its schedule, and the parameters that a device of each stage holds.
 
-    ``sequence_length`` is None for a job without a model: then there are no bytes to state.
+    ``sequence_length`` is None and ``parameters`` are empty for a job without a model: there are no bytes to state.
     """
 
     job: Job
     placement: Placement
     schedule: Schedule
     sequence_length: int | None
+    parameters: tuple[int, ...]
 
     @property
     def layout(self) -> Layout:
@@ -67,7 +69,9 @@ def collect_facts(job: Job) -> Facts:
     layout = Layout(dp=job.dp, pp=job.pp, tp=job.tp, order=job.parallelism.axes)
     devices = job.cluster.devices_per_node if job.cluster else min(ASSUMED_DEVICES_PER_NODE, layout.world_size)
     schedule = build_schedule(job.parallelism.pp.schedule, job.pp, job.num_microbatches)
-    sequence_length = None
-    if job.model is not None:
-        sequence_length = job.data.sequence_length if job.data else job.model.max_position_embeddings
-    return Facts(job, Placement(layout, devices), schedule, sequence_length)
+    placement = Placement(layout, devices)
+    if job.model is None:
+        return Facts(job, placement, schedule, sequence_length=None, parameters=())
+    sequence_length = job.data.sequence_length if job.data else job.model.max_position_embeddings
+    parameters = tuple(local_parameters(job, stage) for stage in range(job.pp))
+    return Facts(job, placement, schedule, sequence_length, parameters)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from threefold.cost.traffic import local_parameters
 from threefold.job import check_trainable
 from threefold.job.spec import Job
 from threefold.layout import Layout
@@ -60,8 +59,7 @@ def _model_words(facts: Facts) -> str:
             "The job states no model: map, groups and frequencies follow from the layout alone, and sizes stay "
             "symbols: S tokens a sequence, D hidden size, L layers of a stage, P parameters of the model."
         )
-    held = [local_parameters(facts.job, stage) for stage in range(facts.job.pp)]
-    most, least = format_count(max(held)), format_count(min(held))
+    most, least = format_count(max(facts.parameters)), format_count(min(facts.parameters))
     amount = most if most == least else f"{least} to {most}"
     return (
         f"The model: {model.model_type} style, {model.num_hidden_layers} layers, hidden size {model.hidden_size:,}, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threefold.cost.traffic import local_parameters
 from threefold.report.facts import Facts, Grid, Section, TextTable
 from threefold.report.words import count_of, format_count, format_integers, sentence
 from threefold.schedule import Schedule, bubble_share, peak_live_microbatches
@@ -13,13 +12,12 @@ MOST_GRID_ACTIONS = 1000
 
 def stages_section(facts: Facts) -> Section:
     """The layers of each stage, and the microbatches that it keeps."""
-    has_model = facts.job.model is not None
     rows = []
     for stage in range(facts.job.pp):
-        parameters = [format_count(local_parameters(facts.job, stage))] if has_model else []
+        parameters = [format_count(facts.parameters[stage])] if facts.parameters else []
         live = str(peak_live_microbatches(facts.schedule, stage))
         rows.append((str(stage), _layer_words(facts, stage), _ends(facts, stage), *parameters, live))
-    parameters_header = ["parameters a device"] if has_model else []
+    parameters_header = ["parameters a device"] if facts.parameters else []
     header = ("stage", "layers", "also holds", *parameters_header, "live microbatches")
     note = (
         "Live microbatches are those whose activations a stage must keep at once: stages that hold equal parameters "

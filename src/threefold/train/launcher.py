@@ -35,7 +35,6 @@ STORE_VARIABLE = "THREEFOLD_STORE"
 PARENT_VARIABLE = "THREEFOLD_PARENT"
 """Environment variable of a rank: process number of the launcher, with which the rank dies."""
 
-METRICS_FILE = "metrics.jsonl"
 BOARD_FILE = "activity.board"
 STORE_FILE = "store"
 LOG_DIR = "logs"
@@ -237,6 +236,8 @@ class _Supervisor:
         return self.requests.count > 1 or not bad or any(code in _STOPPED_BY_US for code in bad.values())
 
     def _stop_sentence(self) -> str:
+        from threefold.train.metrics import METRICS_FILE  # brings rich along, which a rank does without
+
         steps = [activity.step for activity in self.board.read_all() if activity.step is not None]
         if not steps:
             return "stopped before the first step"

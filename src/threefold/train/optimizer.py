@@ -23,7 +23,7 @@ def build_optimizer(settings: Optimizer, parameters: Sequence[ShardedParameter])
         {"params": decayed, "weight_decay": params.weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups  # a stage without layers has no parameters
     if settings.type == "SGD":
         return torch.optim.SGD(groups, lr=params.lr, momentum=params.momentum, foreach=True)
     return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, foreach=True)

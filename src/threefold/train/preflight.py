@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from threefold.errors import JobError, Problem
+from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job, check_trainable
-from threefold.train.launcher import METRICS_FILE
+from threefold.train.metrics import METRICS_FILE
 
 RESOLVED_JOB = "job.json"
 """The job as it runs, with every default and every derived number filled in; written into the run directory."""
@@ -31,41 +30,38 @@ def check_one_machine(job: Job, job_file: Path) -> None:
 
 
 def check_before_start(job: Job, num_local_ranks: int) -> None:
-    """Refuse what can't be trained, data that is missing or does not fit, devices that are not there.
+    """Refuse what can't be trained, data that is missing or does not fit, devices that are not there: all at once.
 
-    Raises JobError or DataError. The cheap checks come first, since the others need torch.
+    Raises JobError.
     """
     problems = check_trainable(job)
+    if not is_cpu(job):
+        problems += _missing_gpus(num_local_ranks)
+    if job.model is not None and job.data is not None and job.data.train is not None:
+        problems += _wrong_data(job)
     if problems:
         raise JobError(problems)
 
+
+def _wrong_data(job: Job) -> list[Problem]:
     from threefold.train.worker import open_sources
 
-    open_sources(job)
-    if not is_cpu(job):
-        _check_gpus(num_local_ranks)
+    try:
+        open_sources(job)
+    except DataError as error:
+        return [error.problem]
+    return []
 
 
-def _check_gpus(needed: int) -> None:
+def _missing_gpus(needed: int) -> list[Problem]:
     import torch
 
     # device_count asks the driver; it does not make a context, which would take memory on the first GPU.
     found = torch.cuda.device_count()
-    if found < needed:
-        message = f"the job needs {needed} GPUs on this machine, which has {found}"
-        raise JobError(
-            [Problem("cluster.device", message, "set cluster.device=cpu, or run on a machine that has them")]
-        )
-
-
-def new_run_dir(job_file: Path) -> Path:
-    """A directory that does not exist yet: ``runs/NAME-TIME``, with a number behind it if need be."""
-    base = Path("runs") / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = base, 1
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
+    if found >= needed:
+        return []
+    message = f"the job needs {needed} GPUs on this machine, which has {found}"
+    return [Problem("cluster.device", message, "set cluster.device=cpu, or run on a machine that has them")]
 
 
 def prepare_run_dir(run_dir: Path, job: Job) -> None:
@@ -92,8 +88,8 @@ def summarize(job: Job, run_dir: Path) -> str:
     return (
         f"Training {_count(job.model.num_parameters)} parameters ({job.model.model_type}) for {job.steps} steps "
         f"in {job.precision} on {job.world_size} × {device}: {axes}{pipeline}. Each step takes {job.train_batch_size} "
-        f"samples = {tokens:,} tokens: {job.num_microbatches} microbatches of {job.micro_batch} on each of {job.dp} "
-        f"replicas. Everything goes to {run_dir}."
+        f"samples (micro batch {job.micro_batch} × accumulation {job.num_microbatches} × dp {job.dp}) = {tokens:,} "
+        f"tokens. Everything goes to {run_dir}."
     )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
@@ -17,6 +20,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 # Elastic would install its own handlers, which raise wherever the launcher happens to be. It handles the signals that
 # stop a job itself, and leaves to elastic one that nobody sends.
 _ELASTIC_SIGNALS = "SIGQUIT"
+
+# For a killed rank to be gone: its memory is freed first. Only a broken driver takes longer, and would take for ever.
+_LAST_WAIT_S = 30.0
 
 
 def stdout_log(log_dir: Path, rank: int) -> Path:
@@ -90,7 +96,10 @@ class Workers:
     def close(self, kill_after_s: float) -> None:
         """End every rank that still runs: SIGTERM, then SIGKILL, which also ends a process that is stopped."""
         self._context.close(signal.SIGTERM, timeout=max(1, round(kill_after_s)))
+        deadline = time.monotonic() + _LAST_WAIT_S
         for handler in self._context.subprocess_handlers.values():
+            with suppress(subprocess.TimeoutExpired):
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
             for name in ("_stdout", "_stderr"):  # elastic leaves the logs of a rank that ended by itself open
                 log = getattr(handler, name, None)
                 if log is not None:

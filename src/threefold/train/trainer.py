@@ -105,7 +105,8 @@ class Trainer:
             raise WorkerError(
                 f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}, so training has "
                 f"diverged; parameters are as they were before this step. fix: lower optimizer.params.lr (now "
-                f"{rate:.3g}), lengthen scheduler.warmup_steps or set gradient_clipping (now {self.job.gradient_clipping})"
+                f"{rate:.3g}), lengthen scheduler.warmup_steps or set gradient_clipping "
+                f"(now {self.job.gradient_clipping})"
             )
         self.engine.clip(result.grad_norm)
         set_learning_rate(self.optimizer, rate)
@@ -136,7 +137,8 @@ class Trainer:
         batches = min(self.job.evaluation.batches, available)
         results = [self.engine.evaluate(self._samples(index), source.batch) for index in range(batches)]
         num_valid = sum(result.num_valid for result in results)
-        loss = sum(result.loss * result.num_valid for result in results if result.num_valid) / max(num_valid, 1)
+        total = sum(result.loss * result.num_valid for result in results if result.num_valid)
+        loss = total / num_valid if num_valid else math.nan
         if self.metrics is not None:
             self.metrics.evaluation(done, loss, num_valid)
 

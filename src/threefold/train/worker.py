@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job
@@ -78,23 +79,25 @@ def _join(job: Job, rank: int, device: torch.device) -> None:
     if store_path is None:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = dist.FileStore(store_path, job.world_size)
+    store = FileStore(store_path, job.world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
 
 
 def open_sources(job: Job) -> Sources:
     """The job's token files. Raises DataError when they are missing, too short, or of another vocabulary."""
     assert job.data is not None and job.data.train is not None, "check_trainable was not called"
-    data = job.data
-    train = TokenDataset.open(data.train, "train", data.sequence_length, job.seed)
-    check_vocabulary(job, train, data.train)
+    train = _open(job, job.data.train, "train", shuffle=True)
     if not job.evaluation.every:
         return Sources(train)
-    directory = data.validation or data.train
     # Held-out samples are always the same ones, in the order of the file.
-    validation = TokenDataset.open(directory, "validation", data.sequence_length, job.seed, shuffle=False)
-    check_vocabulary(job, validation, directory)
-    return Sources(train, validation)
+    return Sources(train, _open(job, job.data.validation or job.data.train, "validation", shuffle=False))
+
+
+def _open(job: Job, directory: str, split: str, shuffle: bool) -> TokenDataset:
+    assert job.data is not None, "check_trainable was not called"
+    dataset = TokenDataset.open(directory, split, job.data.sequence_length, job.seed, shuffle)
+    check_vocabulary(job, dataset, directory)
+    return dataset
 
 
 def check_vocabulary(job: Job, dataset: TokenDataset, directory: str) -> None:

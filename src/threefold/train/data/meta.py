@@ -13,7 +13,7 @@ from threefold.errors import DataError
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = 1
-DTYPES = {"uint16": 2, "uint32": 4}
+DTYPES: Mapping[str, int] = {"uint16": 2, "uint32": 4}
 """Names of the token number formats, with their bytes a token; tokens are little-endian."""
 
 SPLITS = ("train", "validation")

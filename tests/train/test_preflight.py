@@ -1,0 +1,81 @@
+"""What is refused before a rank starts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import LLAMA, small_job
+from threefold.errors import DataError, JobError
+from threefold.job import load_job
+from threefold.train.preflight import (
+    RESOLVED_JOB,
+    check_before_start,
+    check_one_machine,
+    prepare_run_dir,
+    summarize,
+)
+
+GPU_NODES = {"device": "a100-80gb", "nodes": 2, "devices_per_node": 4}
+
+
+def test_gpus_on_several_machines_are_told_to_use_torchrun() -> None:
+    job = small_job(dp=8, cluster=GPU_NODES)
+    with pytest.raises(JobError, match=r"cluster\.nodes: is 2") as caught:
+        check_one_machine(job, Path("my.json"))
+    assert "torchrun --nnodes 2 --nproc-per-node 4" in str(caught.value)
+    assert "-m threefold train my.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("cluster", [GPU_NODES | {"device": "cpu"}, GPU_NODES | {"nodes": 1, "devices_per_node": 8}])
+def test_one_machine_and_cpu_nodes_are_fine(cluster: dict[str, object]) -> None:
+    check_one_machine(small_job(dp=8, cluster=cluster), Path("my.json"))
+
+
+def test_what_training_needs_is_asked_for() -> None:
+    with pytest.raises(JobError, match=r"data\.train"):
+        check_before_start(small_job(), 1)
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        check_before_start(small_job(data={"train": str(tmp_path / "nowhere")}), 1)
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threefold.train.worker.open_sources", lambda job: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    job = small_job(dp=4, data={"train": "data"}, cluster=GPU_NODES | {"nodes": 1})
+    with pytest.raises(JobError, match="needs 4 GPUs on this machine, which has 3"):
+        check_before_start(job, 4)
+
+
+def test_the_run_directory_gets_the_resolved_job(tmp_path: Path) -> None:
+    job = small_job(LLAMA, dp=2)
+    prepare_run_dir(tmp_path / "a" / "b", job)
+    assert load_job(tmp_path / "a" / "b" / RESOLVED_JOB) == job
+
+
+def test_a_run_directory_is_not_used_twice(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(JobError, match="holds another run"):
+        prepare_run_dir(tmp_path, small_job())
+
+
+def test_a_run_directory_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JobError, match=r"--run-dir: can't write into .*file"):
+        prepare_run_dir(tmp_path / "file" / "run", small_job())
+
+
+def test_the_summary_has_the_numbers_that_a_person_checks() -> None:
+    text = summarize(small_job(LLAMA, dp=2, tp=2, pp=2), Path("runs/x"))
+    assert "for 4 steps in fp32 on 8 × cpu: dp=2 × tp=2 × pp=2 (1f1b)" in text
+    assert "8 samples (micro batch 1 × accumulation 4 × dp 2) = 96 tokens" in text
+    assert text.endswith("Everything goes to runs/x.")
+
+
+def test_counts_are_rounded_once_they_are_large() -> None:
+    assert summarize(small_job(LLAMA), Path("runs/x")).startswith("Training 34,912 parameters (llama)")
+    large = LLAMA | {"hidden_size": 512, "intermediate_size": 2048}
+    assert summarize(small_job(large), Path("runs/x")).startswith("Training 15.8 million parameters")
