@@ -84,7 +84,7 @@ def with_all(model: dict[str, Any] | None = None, **dotted: Any) -> dict[str, An
             with_all(parallelism__pp={"size": 2, "partition": [7, -1]}),
             "parallelism.pp.partition",
             "-1 layers",
-            "1 or more",
+            "0 or more",
         ),
         (
             with_all(parallelism__pp={"size": 2, "partition": [7, -1]}),

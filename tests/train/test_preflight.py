@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.jobs import LLAMA, small_job
-from threefold.errors import DataError, JobError
+from threefold.errors import JobError
 from threefold.job import load_job
 from threefold.train.preflight import (
     RESOLVED_JOB,
@@ -38,7 +38,7 @@ def test_what_training_needs_is_asked_for() -> None:
 
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
+    with pytest.raises(JobError, match="nowhere"):
         check_before_start(small_job(data={"train": str(tmp_path / "nowhere")}), 1)
 
 

@@ -45,13 +45,17 @@ def parity(
 
     # With --json the table goes to stderr, so that stdout holds one JSON document.
     console = Console(stderr=json_, highlight=False, soft_wrap=True)
-    _print_start(console, loaded, jobs, skipped, steps, dtype)
+    not_compared = _not_compared(loaded)
+    _print_start(console, jobs, skipped, steps, dtype)
+    for text in not_compared:
+        console.print(f"[yellow]not compared[/]  {text}")
+    console.print(f"\n{'layout':<44} {'loss':>9} {'gradient':>9} {'parameter':>9}   relative error")
     settings = ParitySettings(steps=steps, dtype=dtype)
     report = run_parity(jobs, settings, on_result=lambda result: _print_result(console, result))
     _print_verdict(console, report)
     if json_:
         reasons = {name: str(error) for name, error in skipped.items()}
-        print(json.dumps(report.to_dict() | {"skipped": reasons}))
+        print(json.dumps(report.to_dict() | {"skipped": reasons, "not_compared": not_compared}))
     if not report.ok:
         raise SystemExit(1)
 
@@ -77,6 +81,14 @@ def _check_sections(job: Job) -> None:
     if missing:
         fix = "add the section {}; parity makes up its own tokens, but needs the model and data.sequence_length"
         raise JobError([Problem(name, "is missing", fix.format(name)) for name in missing])
+
+
+def _not_compared(job: Job) -> list[str]:
+    """What the job asks for that the engines do not do yet: parity says nothing about it."""
+    from threefold.job import check_trainable
+
+    sections = ("model", "data", "steps")
+    return [f"{p.key}: {p.message}" for p in check_trainable(job) if p.key.split(".")[0] not in sections]
 
 
 def _choose_layouts(
@@ -109,9 +121,10 @@ def _of_layout(name: str, problem: Problem) -> Problem:
 
 
 def _print_start(
-    console: Console, job: Job, jobs: Mapping[str, Job], skipped: Mapping[str, JobError], steps: int, dtype: str
+    console: Console, jobs: Mapping[str, Job], skipped: Mapping[str, JobError], steps: int, dtype: str
 ) -> None:
-    model = next(iter(jobs.values())).model
+    job = next(iter(jobs.values()))
+    model = job.model
     assert model is not None, "checked before"
     console.print(
         f"{model.model_type} model of {model.num_parameters:,} parameters, batch {job.train_batch_size}, {steps} steps "
@@ -119,7 +132,6 @@ def _print_start(
     )
     for name, error in skipped.items():
         console.print(f"[yellow]not possible[/]  {name}: {error.problems[0].key}: {error.problems[0].message}")
-    console.print(f"\n{'layout':<44} {'loss':>9} {'gradient':>9} {'parameter':>9}   relative error")
 
 
 def _print_result(console: Console, result: LayoutResult) -> None:

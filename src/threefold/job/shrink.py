@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 from threefold.job.spec import Job
 
 LAYERS = 8
 HEAD_DIM = 8
+KEY_VALUE_HEADS = 8
+QUERIES_PER_KEY = 4
 VOCAB_SIZE = 509
 SEQUENCE_LENGTH = 32
 BATCH_SIZE = 32
 
 
 def shrink_job(job: Job) -> Job:
-    """The job with its style, heads, schedule and switches, but few layers, narrow heads, few tokens and a small batch.
+    """The job with its style, schedule and switches, but few layers, few and narrow heads, few tokens, a small batch.
 
-    Every structure that can go wrong stays: grouped heads, ties, dropout, a vocabulary (of a prime size) to split.
+    Every structure that can go wrong stays: grouped heads, ties, dropout, a vocabulary (of a prime size) to split. The
+    feed-forward width is twice the hidden size at most, so that it splits as the heads do.
     """
     changes: dict[str, object] = {}
     if job.model is not None:
         spec = job.model
-        hidden = spec.num_attention_heads * min(spec.head_dim, HEAD_DIM)
+        # The greatest common divisor keeps every tp up to 8 that the large model could have.
+        num_keys = math.gcd(spec.num_key_value_heads, KEY_VALUE_HEADS)
+        num_heads = num_keys * min(spec.num_attention_heads // spec.num_key_value_heads, QUERIES_PER_KEY)
+        hidden = num_heads * min(spec.head_dim, HEAD_DIM)
         changes["model"] = spec.model_copy(
             update={
                 "preset": None,
                 "hf": None,
                 "num_hidden_layers": min(spec.num_hidden_layers, LAYERS),
                 "hidden_size": hidden,
+                "num_attention_heads": num_heads,
+                "num_key_value_heads": num_keys,
                 "intermediate_size": min(spec.intermediate_size, 2 * hidden),
                 "vocab_size": min(spec.vocab_size, VOCAB_SIZE),
                 "max_position_embeddings": min(spec.max_position_embeddings, SEQUENCE_LENGTH),

@@ -75,12 +75,16 @@ def choose_device(job: Job) -> torch.device:
 def _join(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=_BACKSTOP * job.watchdog.timeout_s)
+    # NCCL binds its communicators to the device at once, instead of guessing it at the first collective.
+    device_id = device if device.type == "cuda" else None
     store_path = os.environ.get(STORE_VARIABLE)
     if store_path is None:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         return
     store = FileStore(store_path, job.world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout, device_id=device_id
+    )
 
 
 def open_sources(job: Job) -> Sources:
