@@ -13,7 +13,7 @@ from threefold.layout import Layout, Shard, Style, StyleRule, shard, split_layer
 from threefold.measure.worker_pool import WorkerContext
 from threefold.parallel.engine import Engine, EngineOptions
 from threefold.parallel.mesh import build_mesh
-from threefold.parallel.stage import TensorParallelPlan, build_stage, model_parts, take_shard, tied_stages
+from threefold.parallel.stage import TensorParallelPlan, build_stage, take_shard, tied_stages
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
 from threefold.train.data.order import microbatch_samples
 from threefold.train.data.synthetic import SyntheticTokens

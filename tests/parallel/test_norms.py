@@ -12,7 +12,6 @@ from tests.jobs import GPT2, LLAMA, small_job
 from tests.parallel.fakes import silent_mesh
 from tests.parallel.ranks import all_equal, run_steps, tokens_of, whole_parameters
 from threefold.job import Job, relayout
-from threefold.layout import Layout
 from threefold.measure.layouts import parse_layout
 from threefold.measure.reference import Reference, run_reference
 from threefold.measure.worker_pool import WorkerPool
@@ -25,9 +24,7 @@ LIMIT = 0.003
 
 
 def clipped_job(keys: dict[str, Any]) -> Job:
-    return small_job(
-        keys, dtype="float64", gradient_clipping=LIMIT, optimizer={"type": "SGD", "params": {"lr": RATE}}
-    )
+    return small_job(keys, dtype="float64", gradient_clipping=LIMIT, optimizer={"type": "SGD", "params": {"lr": RATE}})
 
 
 def reference_of(job: Job) -> Reference:
@@ -62,7 +59,7 @@ def test_b001_b003_b004_b006_b007_b012_norm_and_clipped_step_are_those_of_one_pr
 @pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2", "tp=4", "pp=4", "dp=3,tp=2,pp=3,sequence_parallel=true"])
 def test_b007_every_element_of_the_model_counts_exactly_once(keys: dict[str, Any], layout: str) -> None:
     """With every gradient at 1, the squared norm is the number of parameters."""
-    job = relayout(small_job(keys, train_batch_size=12), **parse_layout(layout))
+    job = relayout(small_job(keys, train_batch_size=12, dtype="float64"), **parse_layout(layout))
     assert job.model is not None
     ties = [(0, job.pp - 1)] if job.model.tie_word_embeddings and job.pp > 1 else []
     total = 0.0
@@ -74,18 +71,7 @@ def test_b007_every_element_of_the_model_counts_exactly_once(keys: dict[str, Any
             if entry.shard.num_padding:
                 entry.parameter.grad[-entry.shard.num_padding :] = 0.0
         total += float(local_squared_norm(parameters, mesh))
-    assert round(total, 3) == job.model.num_parameters
-
-
-def test_the_square_of_a_huge_norm_does_not_overflow() -> None:
-    job = small_job()
-    mesh = silent_mesh(Layout(), 0)
-    parameters = build_engine(job, mesh).parameters
-    for entry in parameters:
-        entry.parameter.grad = torch.full_like(entry.parameter, 1e25)
-    assert job.model is not None
-    expected = 1e50 * job.model.num_parameters
-    assert float(local_squared_norm(parameters, mesh)) == pytest.approx(expected, rel=1e-5)
+    assert total == pytest.approx(job.model.num_parameters, rel=1e-12)
 
 
 @pytest.mark.parametrize(("norm", "limit"), [(3.0, 1.0), (0.5, 1.0), (1.0, 1.0), (1e-9, 1e-12)])

@@ -1,4 +1,4 @@
-"""Tensor parallel layers against the plain ones, and their order of work; then whole models that threefold does not know."""
+"""Tensor parallel layers against the plain ones, their order of work, and models that threefold does not know."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def compare_column(group: Group, sequence_parallel: bool, bias: bool, shape: tup
 def compare_row(group: Group, sequence_parallel: bool, bias: bool, shape: tuple[int, ...] = (B, S)) -> None:
     dense, x, y_grad = dense_case(nn.Linear(F_OUT, D, bias=bias), (*shape, F_OUT), D)
     layer = RowLinear(local_part(dense, Style.ROW, group), group, sequence_parallel)
-    y, grads = run_local(
-        layer, own_part(x, -1, group), own_part(y_grad, 1, group) if sequence_parallel else y_grad
-    )
+    y, grads = run_local(layer, own_part(x, -1, group), own_part(y_grad, 1, group) if sequence_parallel else y_grad)
     dense_y, dense_grads = run_local(dense, x, y_grad)
     close(y, own_part(dense_y, 1, group) if sequence_parallel else dense_y)
     close(grads["x"], own_part(dense_grads["x"], -1, group))

@@ -138,7 +138,9 @@ def test_b047_b048_a_real_weight_is_cut_padded_and_put_together_again(vocab_size
     parts = [shard(StyleRule(Style.VOCAB), "weight", weight.shape, tp, coord) for coord in range(tp)]
     locals_ = [take_shard(weight, part) for part in parts]
     assert {local.shape[0] for local in locals_} == {-(-vocab_size // tp)}
-    padding = torch.cat([local[local.shape[0] - part.num_padding :] for local, part in zip(locals_, parts, strict=True)])
+    padding = torch.cat(
+        [local[local.shape[0] - part.num_padding :] for local, part in zip(locals_, parts, strict=True)]
+    )
     assert padding.shape[0] == tp * -(-vocab_size // tp) - vocab_size
     assert not padding.any()
     assert torch.equal(torch.cat(locals_)[:vocab_size], weight)
