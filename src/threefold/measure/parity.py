@@ -166,7 +166,9 @@ def compare_on_rank(context: WorkerContext, job: Job, settings: ParitySettings, 
     mesh = build_job_mesh(job, context.rank, activity=context.activity)
     engine = build_engine(job, mesh, DTYPES[settings.dtype])
     source = synthetic_source(job, settings)
-    optimizer = torch.optim.SGD([entry.parameter for entry in engine.parameters], lr=settings.learning_rate)
+    # As a group, which may be empty: a stage without layers has no parameters.
+    group = {"params": [entry.parameter for entry in engine.parameters]}
+    optimizer = torch.optim.SGD([group], lr=settings.learning_rate)
     place = describe(mesh.coord)
     found: list[Difference] = []
     for step in range(settings.steps):
