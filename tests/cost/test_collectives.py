@@ -12,9 +12,7 @@ from threefold.cost.collectives import all_to_all_s, scatter_s, send_s
 from threefold.cost.shape import shape_of
 from threefold.cost.strategies import ORDER_CODES, Strategies
 
-IDEAL = replace(
-    Calibration(), nvlink_efficiency=1.0, nic_efficiency=1.0, nvlink_latency_s=0.0, nic_latency_s=0.0
-)
+IDEAL = replace(Calibration(), nvlink_efficiency=1.0, nic_efficiency=1.0, nvlink_latency_s=0.0, nic_latency_s=0.0)
 
 
 def case(nodes: int = 4, **strategy: object) -> Case:

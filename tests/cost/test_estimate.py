@@ -73,7 +73,8 @@ def test_zero_stages_hold_what_rajbhandari_et_al_say() -> None:
 
 
 def test_activations_are_those_of_korthikanti_et_al() -> None:
-    """34 B S D a layer without scores, all over t with sequence parallelism (equation 4); 2 B S D with full recompute."""
+    """34 B S D a layer without scores, all over t with sequence parallelism (equation 4); 2 B S D with full
+    recompute."""
     spec = model("gpt3-175b", resid_pdrop=0.1)
     each = 34 * 2048 * spec.hidden_size / 8
     strategy = one(pp=1, num_microbatches=1)

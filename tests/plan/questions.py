@@ -77,7 +77,9 @@ def _candidates(question: Question) -> Strategies:
     ]
     settings = list(product(*([fixed[name]] if name in fixed else values for name, values in VALUES.items())))
     left, right = np.meshgrid(np.arange(len(splits)), np.arange(len(settings)))
-    sizes = dict(zip(("tp", "pp", "dp", "micro_batch"), np.array(splits, dtype=int).reshape(-1, 4)[left.ravel()].T, strict=True))
+    sizes = dict(
+        zip(("tp", "pp", "dp", "micro_batch"), np.array(splits, dtype=int).reshape(-1, 4)[left.ravel()].T, strict=True)
+    )
     others = dict(zip(VALUES, np.array(settings)[right.ravel()].T, strict=True))
     num_microbatches = batch // sizes["dp"] // sizes["micro_batch"]
     everything = Strategies.build(**sizes, **others, num_microbatches=num_microbatches, precision=question.precision)

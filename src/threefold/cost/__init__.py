@@ -1,1 +1,1 @@
-"""Numbers: what each axis sends, when and how often (pure)."""
+"""Numbers: FLOPs, seconds, bytes on each link and bytes of memory of every strategy (pure)."""

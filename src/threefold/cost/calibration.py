@@ -140,9 +140,7 @@ def stack_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
     kinds = {id(one): one for one in calibrations}
     place = {key: index for index, key in enumerate(kinds)}
     chosen = np.array([place[id(one)] for one in calibrations], dtype=np.int64)
-    arrays = {
-        name: np.array([getattr(one, name) for one in kinds.values()], dtype=float)[chosen] for name in _NUMBERS
-    }
+    arrays = {name: np.array([getattr(one, name) for one in kinds.values()], dtype=float)[chosen] for name in _NUMBERS}
     return replace(Calibration(), **arrays)
 
 

@@ -277,7 +277,7 @@ def _strategies(
         batch = run["global_batch"] or micro_batch * degrees["dp"] * max(1.0, 4 * degrees["pp"])
         count = max(1.0, batch // (micro_batch * degrees["dp"]))
         for chunks, schedule, chance in _schedules(run, degrees["pp"], dims["layers"]):
-            for recompute, likely in _recomputes(run):
+            for recompute, likely in _recomputes(run, software):
                 rest = {"micro_batch": micro_batch, "num_microbatches": count, "chunks": chunks, "schedule": schedule}
                 yield {**fixed, **rest, "recompute": recompute}, share * chance * likely
 
@@ -314,8 +314,12 @@ def _schedules(run: Run, stages: float, layers: float) -> list[tuple[float, floa
     return [(chunks, interleaved, share / sum(options.values())) for chunks, share in options.items()]
 
 
-def _recomputes(run: Run) -> list[tuple[float, float]]:
-    """Not stated: most published configurations store what they can; what does not fit is ruled out later."""
+def _recomputes(run: Run, software: str) -> list[tuple[float, float]]:
+    """Not stated: most published configurations store what they can, but PyTorch's selective policy is FSDP's habit;
+    what does not fit is ruled out later.
+    """
     if run.text["recompute"]:
         return [(float(RECOMPUTE_CODES[run.text["recompute"]]), 1.0)]
+    if software == FSDP:
+        return [(0.0, 0.2), (1.0, 0.5), (2.0, 0.3)]
     return [(0.0, 0.8), (1.0, 0.1), (2.0, 0.1)]

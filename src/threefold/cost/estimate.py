@@ -214,4 +214,3 @@ def _stage_estimates(case: Case, stages: dict[str, StageSeconds]) -> dict[str, S
         )
 
     return {name: one(name) for name in STAGES}
-

@@ -49,7 +49,7 @@ def _software(software: str, name: str, prior: float, sigma: float, most: float 
 
 KNOBS: tuple[Knob, ...] = (
     # Chips since Hopper draw more power at full rate than they may: in training they reach less of their best.
-    _device("ampere", "matmul_efficiency", 0.92, 0.08, most=1.05),
+    _device("ampere", "matmul_efficiency", 0.93, 0.08, most=1.05),
     _device("hopper", "matmul_efficiency", 0.78, 0.10, most=1.05),
     _device("blackwell", "matmul_efficiency", 0.62, 0.10, most=1.05),
     _device("blackwell-ultra", "matmul_efficiency", 0.65, 0.10, most=1.05),
@@ -58,9 +58,9 @@ KNOBS: tuple[Knob, ...] = (
     _any("misalignment", 0.50, 0.30),
     _any("memory_efficiency", 0.85, 0.08, most=1.0),
     _any("fp8_gain", 1.15, 0.10, most=1.25),
-    _any("fp4_gain", 0.6, 0.30, most=1.25),
-    _software(UNFUSED_KERNELS, "elementwise_passes", 1.2, 0.30),
-    _software(FSDP, "elementwise_passes", 1.5, 0.30),
+    _any("fp4_gain", 0.8, 0.30, most=1.25),
+    _software(UNFUSED_KERNELS, "elementwise_passes", 1.15, 0.30),
+    _software(FSDP, "elementwise_passes", 1.6, 0.30),
     _software(FUSED_KERNELS, "elementwise_passes", 1.0, 0.30),
     _software(UNFUSED_KERNELS, "score_bytes", 27.0, 0.30),
     _software(UNFUSED_KERNELS, "loss_bytes", 50.0, 0.30),
@@ -80,10 +80,10 @@ KNOBS: tuple[Knob, ...] = (
     _software(MEGATRON, "step_s", 5e-3, 0.70),
     _software(DEEPSPEED, "step_s", 5e-3, 0.70),
     _any("nvlink_efficiency", 0.80, 0.15, most=1.0),
-    _any("nic_efficiency", 0.70, 0.15, most=1.0),
+    _any("nic_efficiency", 0.76, 0.15, most=1.0),
     _any("nvlink_latency_s", 10e-6, 0.50),
-    _any("jitter", 0.004, 0.50, most=0.02),
-    _software(FUSED_KERNELS, "tp_exposed", 0.5, 0.30, most=1.0),
+    _any("jitter", 0.002, 0.50, most=0.02),
+    _software(FUSED_KERNELS, "tp_exposed", 0.6, 0.30, most=1.0),
     _software(FUSED_KERNELS, "pp_exposed", 0.3, 0.50, most=1.0),
     _software(UNFUSED_KERNELS, "pp_exposed", 1.0, 0.20, most=1.2),
     _software(FSDP, "fsdp_overlap", 0.9, 0.20, most=1.0),
@@ -93,10 +93,12 @@ KNOBS: tuple[Knob, ...] = (
 MEMORY_KNOBS: tuple[Knob, ...] = (
     _software(FUSED_KERNELS, "reserved_bytes", 1.5e9, 0.40),
     _software(MEGATRON, "reserved_bytes", 2.5e9, 0.40),
-    _software(DEEPSPEED, "reserved_bytes", 2.5e9, 0.40),
+    # DeepSpeed holds whole buckets of gradients and of gathered parameters besides.
+    _software(DEEPSPEED, "reserved_bytes", 4.5e9, 0.40),
     _software(FSDP, "reserved_bytes", 1.5e9, 0.40),
     _software(FUSED_KERNELS, "fragmentation", 0.03, 0.40),
-    _software(UNFUSED_KERNELS, "fragmentation", 0.08, 0.40),
+    _software(MEGATRON, "fragmentation", 0.05, 0.40),
+    _software(DEEPSPEED, "fragmentation", 0.12, 0.40),
     _software(FSDP, "fragmentation", 0.03, 0.40),
     _software(UNFUSED_KERNELS, "message_copies", 1.0, 0.30),
 )

@@ -15,7 +15,7 @@ import numpy as np
 from threefold.cost.case import BF16, FP8, FP32, Array, Case
 from threefold.cost.data_parallel import DeviceParameters, device_parameters
 from threefold.cost.shape import Number
-from threefold.cost.stages import STAGES, StageLayers, message_bytes, stage_layers
+from threefold.cost.stages import STAGES, message_bytes, stage_layers
 from threefold.cost.strategies import SCHEDULE_CODES
 
 ITEMS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation")
@@ -39,9 +39,7 @@ def worst_stage(stages: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
     }
 
 
-def _stage(
-    case: Case, name: str, layers: Array, parameters: DeviceParameters, each: Array
-) -> dict[str, Array]:
+def _stage(case: Case, name: str, layers: Array, parameters: DeviceParameters, each: Array) -> dict[str, Array]:
     states = _states(case, layers, parameters)
     activations = _activations(case, each, in_flight(case, name), layers)
     logits = _logits(case) * (1.0 if name == "last" else (case.strategies.pp == 1))
@@ -96,7 +94,7 @@ def in_flight(case: Case, name: str) -> Array:
     one_each = np.minimum(m, p - rank)
     chunks = np.minimum(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
     codes = SCHEDULE_CODES
-    microbatches = np.select(
+    return np.select(
         [
             strategies.schedule == codes["naive"],
             strategies.schedule == codes["gpipe"],
@@ -105,7 +103,6 @@ def in_flight(case: Case, name: str) -> Array:
         [np.ones_like(one_each), m, chunks],
         default=one_each,
     )
-    return microbatches
 
 
 def layer_activation_bytes(case: Case) -> Array:

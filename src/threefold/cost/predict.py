@@ -17,9 +17,11 @@ from threefold.cost.runs import Run
 from threefold.cost.shape import Shape
 from threefold.cost.strategies import PRECISION_CODES, Strategies
 
-MEMORY_DOUBT = 0.3
-"""An unstated setting is ruled out where it needs this share more memory than there is, and doubted in proportion
-below."""
+MEMORY_DOUBT = 1.0
+"""Share of the memory by which an unstated setting may exceed it until it is doubted most; in proportion below."""
+
+LEAST_BELIEF = 0.3
+"""Belief in a setting that needs far more memory than there is: unstated too, activations may have moved to the host."""
 
 Constants = Callable[[str, str], Calibration]
 """Software and device generation -> constants."""
@@ -163,7 +165,6 @@ class Predictions:
     high: Array
     spread: Array
     memory_bytes: Array
-    memory_low: Array
     usable_bytes: Array
     fits: Array
 
@@ -195,16 +196,14 @@ def predict(batch: Batch, constants: Constants = load_calibration) -> Prediction
         high=np.exp(np.hypot(high, 1.645 * spread)),
         spread=spread,
         memory_bytes=memory,
-        memory_low=memory,
         usable_bytes=usable,
-        fits=mean(found.fits.astype(float)) >= 0.5,
+        fits=memory <= usable,
     )
 
 
 def _possible(batch: Batch, peak: Array, usable: Array) -> Array:
-    """Weights without the configurations that do not fit, of runs that ran; where none fits, the smallest one stays."""
-    # The estimate of memory is itself uncertain: what is a little too large may have run.
-    doubt = np.clip(1 - (peak / usable - 1) / MEMORY_DOUBT, 1e-6, 1.0)
+    """Weights by how well the configurations fit, of runs that ran: the estimate of memory is itself uncertain."""
+    doubt = np.clip(1 - (peak / usable - 1) / MEMORY_DOUBT, LEAST_BELIEF, 1.0)
     weight = np.where(batch.guessed, batch.weight * doubt, batch.weight)
     total = np.bincount(batch.row, weight, minlength=len(batch.runs))[batch.row]
     return weight / total

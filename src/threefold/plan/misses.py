@@ -78,19 +78,18 @@ def _more_nodes(question: Question) -> Iterator[str]:
 
 
 def _larger_device(question: Question, plans: list[Plan]) -> Iterator[str]:
-    """The smallest device of the table on which a plan fits."""
-    device = question.hardware.device
-    larger = [find_device(name) for name in device_names()]
-    larger = sorted(
-        (other for other in larger if other.memory_bytes > device.memory_bytes), key=lambda d: d.memory_bytes
-    )
-    for other in larger:
-        plan = best_of(replace(question, hardware=replace(question.hardware, device=other)))
+    """The smallest device of the table on which a plan fits; none can be smaller than the nearest miss asks for."""
+    nearest = plans[0]
+    usable_share = nearest.usable_memory_bytes / question.hardware.device.memory_bytes
+    known = sorted(map(find_device, device_names()), key=lambda device: device.memory_bytes)
+    for device in known:
+        if device.memory_bytes * usable_share < nearest.peak_memory_bytes:
+            continue
+        plan = best_of(replace(question, hardware=replace(question.hardware, device=device)))
         if plan is not None:
-            yield f"devices with {format_gigabytes(other.memory_bytes)}, like {other.name}: {_fit_words(plan)}"
+            yield f"devices with {format_gigabytes(device.memory_bytes)}, like {device.name}: {_fit_words(plan)}"
             return
-    if plans:
-        yield f"no known device has the {format_gigabytes(plans[0].peak_memory_bytes)} of the first one"
+    yield f"no known device holds the {format_gigabytes(nearest.peak_memory_bytes)} of the nearest one"
 
 
 def _shorter_sequences(question: Question) -> Iterator[str]:
