@@ -14,10 +14,11 @@ from threefold.layout import Shard
 from threefold.measure.parity import replica_samples
 from threefold.measure.worker_pool import WorkerContext
 from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
+from threefold.parallel.norms import clip_factor
 from threefold.parallel.replicas import hash_tensor
 from threefold.train.data.source import SampleSource
 from threefold.train.data.synthetic import SyntheticTokens
-from threefold.train.optimizer import build_optimizer
+from threefold.train.optimizer import ShardedOptimizer
 
 
 @dataclass
@@ -56,14 +57,14 @@ def run_steps(
     """Train ``steps`` steps with the job's optimizer and clipping; the traffic is that of the last step."""
     engine = build_engine(job, build_job_mesh(job, context.rank, activity=context.activity))
     source = source or tokens_of(job, ignored_fraction=0.4)
-    optimizer = build_optimizer(job.optimizer, engine.parameters)
+    optimizer = ShardedOptimizer(job.optimizer, engine.data)
     run = RankRun()
     if evaluate_first:
         run.evaluations.append(engine.evaluate(replica_samples(job, engine.mesh.coord.dp, 0), source.batch).loss)
     for step in range(steps):
         engine.mesh.traffic.clear()
         result = engine.train_step(
-            replica_samples(job, engine.mesh.coord.dp, step), source.batch, updater(engine, optimizer)
+            replica_samples(job, engine.mesh.coord.dp, step), source.batch, updater(job, optimizer)
         )
         run.losses.append(result.loss)
         run.norms.append(result.grad_norm)
@@ -76,10 +77,9 @@ def run_steps(
     return run
 
 
-def updater(engine: Engine, optimizer: torch.optim.Optimizer) -> Callable[[StepResult], None]:
+def updater(job: Job, optimizer: ShardedOptimizer) -> Callable[[StepResult], None]:
     def update(result: StepResult) -> None:
-        engine.clip(result.grad_norm)
-        optimizer.step()
+        optimizer.step(job.optimizer.params.lr, clip_factor(result.grad_norm, job.gradient_clipping))
 
     return update
 
