@@ -31,7 +31,7 @@ from threefold.parallel.stage import TensorParallelPlan, build_stage
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
 from threefold.schedule import build_schedule, peak_live_microbatches
 from threefold.train.data.synthetic import SyntheticTokens
-from threefold.train.optimizer import build_optimizer
+from threefold.train.optimizer import ShardedOptimizer
 
 TINY = GPT2 | {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 4}
 SCHEDULES = ("naive", "gpipe", "1f1b")
@@ -347,7 +347,7 @@ def test_all_stages_know_loss_norm_and_the_wish_to_stop(pool: WorkerPool) -> Non
 def stop_on_rank_2(context: WorkerContext) -> list[StepResult]:
     job = tiny_job(4, 4)
     engine = build_engine(job, build_job_mesh(job, context.rank, activity=context.activity))
-    update = updater(engine, build_optimizer(job.optimizer, engine.parameters))
+    update = updater(job, ShardedOptimizer(job.optimizer, engine.data))
     return [
         engine.train_step(
             replica_samples(job, 0, step), tokens_of(job).batch, update, stop=step == 1 and context.rank == 2

@@ -184,9 +184,7 @@ def test_a_parameter_shared_by_stages_must_be_split_over_tp() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     mesh = silent_mesh(Layout(pp=2, tp=2), 0, [(0, 1)])
-    with pytest.raises(
-        TypeError, match=r"0\.weight: .* used on stages \(0, 1\) must be split over tp"
-    ):
+    with pytest.raises(TypeError, match=r"0\.weight: .* used on stages \(0, 1\) must be split over tp"):
         build_stage(model, [range(1), range(1, 2)], mesh, TensorParallelPlan({"*": StyleRule(Style.REPLICATED)}))
 
 

@@ -1,9 +1,9 @@
 """Parameters and gradients of one rank in flat buckets, and which part of each bucket this rank keeps.
 
-A bucket is what travels in one collective. Its parameters are views into one flat tensor, so values are gathered in place;
-its gradients accumulate in another, so they are reduced in place. ZeRO (Rajbhandari et al. 2020) cuts the flat tensors
-into one equal shard for each rank of the bucket's group (the last one padded) and drops, step by step, what a rank need
-not keep:
+A bucket is what travels in one collective. Its parameters are views into one flat tensor, so values are gathered in
+place; its gradients accumulate in another, so they are reduced in place. ZeRO (Rajbhandari et al. 2020) cuts the flat
+tensors into one equal shard for each rank of the bucket's group (the last one padded) and drops, step by step, what a
+rank need not keep:
 
     stage 1   optimizer state (and the fp32 master copy): the shard only
     stage 2   and gradients: summed into the shard after each backward pass, the whole bucket lives for a moment

@@ -2,8 +2,8 @@
 
 One engine for plain data parallelism and ZeRO 1-3; the buckets know what this rank keeps, the engine knows when. In a
 backward pass whose gradients must travel (the last of a step, or every one from ZeRO stage 2 on), a hook counts a
-bucket's gradients; when the last one is there its reduction starts, and backward goes on (Li et al. 2020). Gradients are
-*summed*: the loss was already divided by the number of valid tokens in the global batch.
+bucket's gradients; when the last one is there its reduction starts, and backward goes on (Li et al. 2020). Gradients
+are *summed*: the loss was already divided by the number of valid tokens in the global batch.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from threefold.parallel.stage import ShardedParameter, Stage, TensorParallelPlan
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
 from threefold.schedule import build_schedule, forward_only, lower
 
-
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -85,8 +84,8 @@ class Engine:
     ) -> StepResult:
         """One pass over this replica's ``samples`` (the sample numbers of each microbatch), then ``update(result)``.
 
-        ``update`` finds the summed gradients, ``loss_scale`` times as large, in ``data``. ``stop`` is this rank's wish to
-        end.
+        ``update`` finds the summed gradients, ``loss_scale`` times as large, in ``data``. ``stop`` is this rank's wish
+        to end.
         """
         self.stage.train()
         batch, num_valid = self._load(samples, load)

@@ -1,8 +1,8 @@
 """Loss scaling for float16, agreed by all ranks because all of them see the same gradient norm.
 
 float16 gradients below 6e-8 vanish. So the loss is multiplied by a large scale before backward and the gradients are
-divided by it after (Micikevicius et al. 2018, section 3.2). Where a gradient overflows, the global norm is not finite on
-every rank, all skip the same step, and the scale shrinks.
+divided by it after (Micikevicius et al. 2018, section 3.2). Where a gradient overflows, the global norm is not finite
+on every rank, all skip the same step, and the scale shrinks.
 """
 
 from __future__ import annotations

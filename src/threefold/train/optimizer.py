@@ -1,7 +1,7 @@
 """The optimizer of a job over the tensors that this rank keeps: one flat tensor for each bucket, or its shard.
 
-AdamW and SGD treat every element alike, so they can work on flat tensors that know nothing of parameters. What depends on
-the parameter, whether its weights decay, is applied here, to the slices.
+AdamW and SGD treat every element alike, so they can work on flat tensors that know nothing of parameters. What depends
+on the parameter, whether its weights decay, is applied here, to the slices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from threefold.parallel.data import DataParallel
 class ShardedOptimizer:
     """AdamW (Loshchilov & Hutter 2019) or SGD, as the job says, over the masters of ``data``.
 
-    Weight decay pulls matrices and embeddings towards zero; biases and norm weights, which have one dimension, keep their
-    scale. The rule looks at the global shape, so all copies and shards of a parameter are treated alike.
+    Weight decay pulls matrices and embeddings towards zero; biases and norm weights, which have one dimension, keep
+    their scale. The rule looks at the global shape, so all copies and shards of a parameter are treated alike.
     """
 
     def __init__(self, settings: Optimizer, data: DataParallel) -> None:
