@@ -167,8 +167,7 @@ class CurrentAction(NullActivity):
 
 
 def test_reduction_overlaps_the_last_backward_of_a_step_and_no_other(pool: WorkerPool) -> None:
-    small = {"zero_optimization": {"reduce_bucket_size": 2000}}
-    job = small_job(dp=2, pp=2, **small)
+    job = small_job(dp=2, pp=2, zero_optimization={"reduce_bucket_size": 2000})
     for rank, actions in enumerate(pool.run(actions_that_reduce, 4, job)):
         stage = rank % 2
         assert actions[0] == actions[-1]  # the second step is like the first

@@ -36,9 +36,10 @@ def reference_of(job: Job) -> Reference:
     [
         (GPT2, ["pp=2", "dp=2,tp=2", "tp=4,sequence_parallel=true", "dp=2,pp=2,tp=2,sequence_parallel=true"]),
         (LLAMA, ["pp=4", "dp=2,tp=2,sequence_parallel=true"]),
-        (LLAMA | {"tie_word_embeddings": True}, ["dp=2,pp=2", "pp=3"]),
+        (LLAMA | {"tie_word_embeddings": True}, ["dp=2,pp=2", "pp=3,partition=2+0+2"]),
+        (LLAMA | {"vocab_size": 5}, ["tp=4"]),  # the last rank holds nothing but padding
     ],
-    ids=["gpt2", "llama", "tied llama"],
+    ids=["gpt2", "llama", "tied llama", "five tokens"],
 )
 def test_b001_b003_b004_b006_b007_b012_norm_and_clipped_step_are_those_of_one_process(
     pool: WorkerPool, keys: dict[str, Any], layouts: list[str]

@@ -20,8 +20,10 @@ from tests.jobs import GPT2, small_job
 from tests.parallel.custom import TIED_STYLES, Case, compare_custom, tied_model
 from tests.parallel.ranks import RankRun, all_equal, replica_samples, run_steps, tokens_of, updater
 from threefold.errors import JobError, WorkerError
-from threefold.job import Job
+from threefold.job import Job, relayout
 from threefold.layout import Layout, Style, StyleRule, split_layers
+from threefold.measure.layouts import parse_layout
+from threefold.measure.parity import ParitySettings, run_parity
 from threefold.measure.reference import run_reference
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel.collectives import Group, Pending
@@ -117,7 +119,10 @@ class LiveTensors:
 
             engine.executor.loss_sum = loss_sum
         else:
-            engine.stage.register_forward_hook(lambda module, args, output: self._note(output))
+            engine.stage.register_forward_hook(self._on_forward)
+
+    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._note(output)
 
     def _note(self, output: Tensor) -> Tensor:
         self._alive.append(weakref.ref(output))
@@ -272,7 +277,14 @@ def run_uneven_microbatches(context: WorkerContext) -> str:
     return "it was not refused"
 
 
-# Ties, smoke, evaluation
+# Uneven stages, ties, smoke, evaluation
+
+
+def test_a_stage_without_layers_is_parity_proof(pool: WorkerPool) -> None:
+    layouts = ("pp=3,partition=2+0+2", "pp=3,partition=0+0+4,schedule=gpipe", "pp=2,tp=2,partition=4+0")
+    jobs = {layout: relayout(small_job(), **parse_layout(layout)) for layout in layouts}
+    report = run_parity(jobs, ParitySettings(), pool)
+    assert report.ok, report.layouts
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=3, dp=2), Layout(pp=3, tp=2)], ids=str)

@@ -12,6 +12,7 @@ from torch import nn
 from tests.jobs import GPT2, LLAMA, small_job
 from tests.parallel.custom import gated_model, tied_model
 from tests.parallel.fakes import silent_mesh
+from threefold.cost.traffic import local_parameters
 from threefold.job import Job, ModelSpec
 from threefold.layout import DECODER_STYLES, Layout, Style, StyleRule, split_layers
 from threefold.models.decoder import Decoder
@@ -31,7 +32,7 @@ PARTITIONS = [(7,), (4, 3), (1, 6), (0, 7), (7, 0), (2, 3, 2), (1, 5, 1), (3, 0,
 
 
 def stage_of(keys: dict[str, Any], partition: tuple[int, ...], pp_coord: int) -> Stage:
-    spec = ModelSpec(**keys)
+    spec = ModelSpec.model_validate(keys)
     with torch.device("meta"):
         model = Decoder(spec)
     layers = split_layers(spec.num_hidden_layers, len(partition), partition)
@@ -44,7 +45,7 @@ def stage_of(keys: dict[str, Any], partition: tuple[int, ...], pp_coord: int) ->
 @pytest.mark.parametrize("keys", [GPT2, LLAMA, GPT2 | {"tie_word_embeddings": False}], ids=["tied", "llama", "untied"])
 @pytest.mark.parametrize("partition", PARTITIONS, ids=str)
 def test_b051_b055_stages_add_up_to_the_model(keys: dict[str, Any], partition: tuple[int, ...]) -> None:
-    spec = ModelSpec(**keys | SEVEN)
+    spec = ModelSpec.model_validate(keys | SEVEN)
     stages = [stage_of(keys | SEVEN, partition, coord) for coord in range(len(partition))]
     owned = Counter(entry.name for stage in stages for entry in stage.sharded if entry.owns_norm)
     assert owned == Counter(dict.fromkeys(spec.parameter_shapes(), 1))
@@ -63,6 +64,20 @@ def test_the_parts_of_all_stages_are_those_of_the_model_in_order(partition: tupl
     stages = [stage_of(GPT2 | SEVEN, partition, coord) for coord in range(len(partition))]
     names = [name for stage in stages for name in stage.part_names]
     assert names == ["embed", *(f"layers.{index}" for index in range(7)), "final_norm", "head"]
+
+
+@pytest.mark.parametrize("keys", [GPT2, LLAMA], ids=["tied", "untied"])
+@pytest.mark.parametrize("partition", [(1, 6), (2, 3, 2), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_b055_estimated_parameters_are_those_that_a_rank_holds(
+    keys: dict[str, Any], partition: tuple[int, ...], tp: int
+) -> None:
+    pp = len(partition)
+    job = small_job(keys | SEVEN, pp=pp, tp=tp, parallelism={"pp": {"partition": partition}})
+    for rank in range(job.world_size):
+        entries = entries_of(job, rank).values()
+        coord = Layout(pp=pp, tp=tp).coord(rank)
+        assert sum(entry.parameter.numel() for entry in entries) == local_parameters(job, coord.pp)
 
 
 def test_find() -> None:

@@ -203,6 +203,16 @@ def test_what_needs_no_gradient_costs_nothing(
     assert events == expected
 
 
+@pytest.mark.parametrize("layer", [ColumnLinear, RowLinear])
+def test_second_derivatives_are_refused_instead_of_wrong(layer: type[ColumnLinear | RowLinear]) -> None:
+    """They would have to communicate as well."""
+    x = torch.randn(B, S, D, requires_grad=True)
+    y = layer(nn.Linear(D, F_OUT), silent_group(), False)(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 # Whole models
 
 

@@ -46,6 +46,7 @@ LAYOUTS = [
     "tp=2,sequence_parallel=true",
     "pp=2",
     "pp=3,partition=1+2+1,schedule=gpipe",
+    "pp=3,partition=2+0+2",
     "dp=2,tp=2,sequence_parallel=true",
     "dp=2,tp=2,pp=2",
     "dp=2,tp=2,pp=2,sequence_parallel=true",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from threefold.measure.layouts import parse_layout
 from threefold.measure.reference import build_plain_model, mean_loss
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel.activity import NullActivity
+from threefold.parallel.batch import LoadSamples
 from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.dropout import CurrentSamples
-from threefold.parallel.engine import Engine, build_engine, build_job_mesh
+from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
 from threefold.parallel.replicas import hash_tensor
 from threefold.train.data.synthetic import SyntheticTokens
 from threefold.train.learning_rate import learning_rate_schedule
@@ -76,15 +78,15 @@ class StopAtStep(NullActivity):
         self.request.wanted = self.request.wanted or step == self.step
 
 
-def train(context: WorkerContext, job: Job, run_dir: Path, stop: Stop | None = None, small: bool = False) -> Trained:
-    """Run a trainer as the job says. Training tokens are ignored unevenly; ``small``: eight samples again and again."""
+def train(context: WorkerContext, job: Job, run_dir: Path, stop: Stop | None = None) -> Trained:
+    """Run a trainer as the job says. Training tokens are ignored unevenly."""
     assert job.model is not None and job.data is not None
     request = StopRequest()
     activity = StopAtStep(request, stop.step) if stop and stop.rank == context.rank else context.activity
     engine = build_engine(job, build_job_mesh(job, context.rank, activity=activity))
     size = (job.model.vocab_size, job.data.sequence_length)
     sources = Sources(
-        SyntheticTokens(*size, job.seed, 0.4, num_samples=8 if small else 1 << 31),
+        SyntheticTokens(*size, job.seed, 0.4),
         SyntheticTokens(*size, VALIDATION_SEED, 0.6),
     )
     trained = Trained()
@@ -109,11 +111,12 @@ def note_calls(engine: Engine, trained: Trained) -> None:
         trained.checked.append(step)
         check(step)
 
-    def counted_evaluate(*args: Any) -> Any:
+    def counted_evaluate(samples: Sequence[Sequence[int]], load: LoadSamples) -> StepResult:
         trained.evaluated += 1
-        return evaluate(*args)
+        return evaluate(samples, load)
 
-    engine.check_replicas, engine.evaluate = check_replicas, counted_evaluate
+    engine.check_replicas = check_replicas
+    engine.evaluate = counted_evaluate
 
 
 def metrics_writer(run_dir: Path, job: Job) -> MetricsWriter:
@@ -122,10 +125,10 @@ def metrics_writer(run_dir: Path, job: Job) -> MetricsWriter:
     return MetricsWriter(run_dir, job.steps or 0, tensorboard=False, live=False, console=console)
 
 
-def run(pool: WorkerPool, job: Job, run_dir: Path, layout: str = "", **options: Any) -> list[Trained]:
+def run(pool: WorkerPool, job: Job, run_dir: Path, layout: str = "", stop: Stop | None = None) -> list[Trained]:
     job = relayout(job, **parse_layout(layout)) if layout else job
     place = run_dir / (layout or "alone")
-    return pool.run(train, job.world_size, job, place, options.get("stop"), options.get("small", False))
+    return pool.run(train, job.world_size, job, place, stop)
 
 
 def without_times(lines: list[Line]) -> list[Line]:
@@ -352,9 +355,3 @@ def test_held_out_tokens_none_of_which_counts_have_no_loss() -> None:
     nothing = SyntheticTokens(61, 12, 0, only_valid=(10**6, 0))
     Trainer(job, engine, Sources(SyntheticTokens(61, 12, 0), nothing), Metrics()).run()
     assert [(step, loss != loss, tokens) for step, loss, tokens in noted] == [(1, True, 0)]
-
-
-def test_a_small_source_is_learned_by_heart(pool: WorkerPool, tmp_path: Path) -> None:
-    job = small_job(LLAMA, optimizer={"type": "AdamW", "params": {"lr": 0.01}}, steps=20, gradient_clipping=1.0)
-    losses = [line["loss"] for line in run(pool, job, tmp_path, "tp=2,pp=2", small=True)[0].steps]
-    assert losses[-1] < losses[0] - 1.0

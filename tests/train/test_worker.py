@@ -1,16 +1,17 @@
-"""Whole runs, from a job file to metrics, on real processes; and what is said when one of them dies, hangs or is stopped."""
+"""Whole runs, from a job file to metrics, on real processes; and what is said when one of them dies or hangs."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,11 @@ def test_held_out_tokens(tokens: Path, tmp_path: Path) -> None:
     text.write_text(SENTENCE * 40)
     out = tmp_path / "out"
     build_token_directory(BuildRequest((text,), out, "bytes", validation_fraction=0.0))
-    with pytest.raises(DataError, match="no split 'validation'|validation split"):
+    with pytest.raises(DataError, match="validation"):
         open_sources(with_data(out, evaluation={"every": 1}))
-    other = job.model_copy(update={"data": job.data.model_copy(update={"train": str(out)})}) if job.data else job
-    assert other.data is not None
-    there = other.model_copy(update={"data": other.data.model_copy(update={"validation": str(tokens)})})
-    assert open_sources(there).validation is not None
+    elsewhere = {"train": str(out), "validation": str(tokens), "sequence_length": 16}
+    keys = job_of(tokens)["model"]
+    assert open_sources(small_job(keys, data=elsewhere, evaluation={"every": 1})).validation is not None
 
 
 def test_tokens_that_are_not_there(tmp_path: Path) -> None:
@@ -141,7 +141,6 @@ class Run:
 
     process: subprocess.Popen[str]
     run_dir: Path
-    seen: list[Activity] = field(default_factory=list)
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.run_dir / METRICS_FILE
@@ -159,7 +158,6 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: any(line["step"] >= step for line in self.steps()))
-        self.seen = list(self.board())
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -167,6 +165,18 @@ class Run:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "it did not happen in time"
             time.sleep(0.05)
+
+    def freeze(self, rank: int) -> Activity:
+        """Stop a rank in the middle of its work on a microbatch; returns what it was doing."""
+        while True:
+            activity = self.board()[rank]
+            os.kill(activity.pid, signal.SIGSTOP)
+            self.wait_until(lambda pid=activity.pid: process_state(pid) == "stopped")
+            activity = self.board()[rank]
+            if activity.microbatch is not None:
+                return activity
+            os.kill(activity.pid, signal.SIGCONT)
+            time.sleep(0.01)
 
     def finish(self, timeout_s: float = 120.0) -> tuple[int, str]:
         """Exit status and all that was printed; no rank may be left."""
@@ -226,7 +236,7 @@ def test_a_job_file_is_trained(tokens: Path, tmp_path: Path, parallelism: dict[s
         assert list((run.run_dir / "tensorboard").iterdir())
         assert Job.model_validate_json((run.run_dir / "job.json").read_text()).world_size in (2, 4)
         for log in (run.run_dir / LOG_DIR).iterdir():
-            assert log.read_text() == "", log
+            assert "Traceback" not in log.read_text(), log
 
 
 @pytest.mark.slow
@@ -253,14 +263,21 @@ def check_whole_lines(run: Run) -> None:
     assert [line["step"] for line in run.steps()] == list(range(1, 1 + len(run.steps())))
 
 
+def where(activity: Activity) -> str:
+    """The place that a message must name."""
+    place = f"stage 1, microbatch {activity.microbatch}"
+    return f"at step {activity.step} in action {activity.action}, {place}"
+
+
 def test_b069_a_rank_that_is_killed_is_named(tokens: Path, tmp_path: Path) -> None:
     with started(tmp_path, endless(tokens)) as run:
         run.wait_for_step(3)
-        pid = run.seen[1].pid
-        os.kill(pid, signal.SIGKILL)
+        activity = run.freeze(rank=1)
+        os.kill(activity.pid, signal.SIGKILL)
         status, output = run.finish()
         assert status == 1
-        assert f"error: rank 1 (dp 0, pp 1, tp 0; pid {pid}) was killed by signal 9 (SIGKILL) at step " in output
+        assert f"error: rank 1 (dp 0, pp 1, tp 0; pid {activity.pid}) was killed by signal 9 (SIGKILL) " in output
+        assert where(activity) in output
         assert "rank 0 lost it and ended too" in output
         assert "Traceback" not in output
         check_whole_lines(run)
@@ -269,17 +286,15 @@ def test_b069_a_rank_that_is_killed_is_named(tokens: Path, tmp_path: Path) -> No
 def test_b069_a_rank_that_is_stopped_is_named_by_the_watchdog(tokens: Path, tmp_path: Path) -> None:
     with started(tmp_path, endless(tokens, watchdog={"timeout_s": 5})) as run:
         run.wait_for_step(3)
-        pid = run.seen[1].pid
-        os.kill(pid, signal.SIGSTOP)
+        activity = run.freeze(rank=1)
         begin = time.monotonic()
         status, output = run.finish()
         assert time.monotonic() - begin < 40
         assert status == 1
         assert "error: the job hung, and was ended:\nrank 1 (dp 0, pp 1, tp 0) has shown no sign of life" in output
-        assert f"its process {pid} is stopped" in output
-        assert "rank 0 waits for it in " in output
-        assert "over pp[0,1]" in output or "over dp+pp+tp[0,1]" in output or "tied stages" in output
-        assert "stage 1, microbatch " in output or "between actions" in output or "in action S" in output
+        assert f"its process {activity.pid} is stopped" in output
+        assert where(activity) in output
+        assert re.search(r"rank 0 waits for it in (receive from rank 1|all_reduce) over [\w+ ]+\[0,1\]", output)
         assert "Traceback" not in output
         check_whole_lines(run)
 

@@ -33,7 +33,7 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """Run the command line and exit: 0 is success, 1 a failed run, 2 a wrong job, 130 a stop by Ctrl-C.
+    """Run the command line and exit: 0 success, 1 a failed run, 2 a wrong job, 3 nothing fits, 130 a stop by Ctrl-C.
 
     An error that threefold raises on purpose is told in its own words. Any other is our bug, and keeps its traceback.
     """
@@ -82,6 +82,58 @@ def explain(job: JobFile, set_: Overrides = None) -> None:
     from threefold.cli.explain import explain as run
 
     run(job, set_ or [])
+
+
+@app.command()
+def plan(
+    job: Annotated[
+        Path | None, typer.Argument(metavar="[JOB]", help="Job file to plan for, instead of the options below.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A known model, or the path of a Hugging Face config.json.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Kind of device, like a100-80gb.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="Machines; default: 1.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(metavar="N", help="Devices in each; default: 8.")] = None,
+    global_batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences of one optimizer step.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a sequence; default: the model's longest.")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Decide something yourself, like tp=8, zero=1, recompute=full; repeatable."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", help="Layouts to list.")] = 5,
+    json_: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the best plan as a job file.")
+    ] = None,
+    as_is: Annotated[bool, typer.Option("--as-is", help="Predict the job file as it stands.")] = False,
+    inter_node: Annotated[
+        str | None, typer.Option(metavar="LINKSxSPEED", help="Network of one node, like 8x200Gb/s.")
+    ] = None,
+    set_: Overrides = None,
+) -> None:
+    """Choose the strategy: the fastest layouts that fit, with time, memory and reasons; or predict a job."""
+    from threefold.cli.plan import plan as run
+
+    run(
+        job, model, gpu, nodes, gpus_per_node, global_batch, sequence_length, fix or [], top, json_, output, as_is,
+        inter_node, set_ or [],
+    )  # fmt: skip
+
+
+@app.command()
+def validate(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="CSV file of published runs.", show_default=False)],
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Compare predictions with published runs: error, bias, coverage of the interval, ranking, memory."""
+    from threefold.cli.validate import validate as run
+
+    run(runs, json_)
 
 
 @app.command()

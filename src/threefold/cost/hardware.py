@@ -25,34 +25,33 @@ TABLE = "data/hardware.csv"
 TYPICAL_EFFICIENCY = 0.82
 """Measured over peak matmul rate where nobody measured it: the median of the table's measured NVIDIA rows."""
 
-DEFAULT_NIC_BITS_PER_S = 100e9
-"""Network of one device where the table says that it varies by machine."""
-
 
 @dataclass(frozen=True)
 class _Generation:
     """What a family of chips has in common, by public specification.
 
-    ``speedups`` is the peak of a number format over the peak of bf16. ``pcie_bytes_per_s`` is x16 in one direction.
+    ``speedups`` is the peak of a number format over the peak of bf16. ``pcie_bytes_per_s`` is x16 in one direction,
+    ``nic_bits_per_s`` the network of one device where the table says that it varies by machine.
     """
 
     name: str
     pattern: str
     speedups: Mapping[str, float]
     pcie_bytes_per_s: float
+    nic_bits_per_s: float
     nvlink_domain: int = 8
 
 
 _HALF = {"fp16": 1.0, "bf16": 1.0}
 _GENERATIONS = (
-    _Generation("blackwell-ultra", r"^gb300|^b300", _HALF | {"fp32": 0.033, "fp8": 2.0, "fp4": 6.0}, 63e9),
-    _Generation("blackwell", r"^gb200|^b200", _HALF | {"fp32": 0.035, "fp8": 2.0, "fp4": 4.0}, 63e9),
-    _Generation("hopper", r"^h100|^h200|^h800", _HALF | {"fp32": 0.068, "fp8": 2.0}, 63e9),
-    _Generation("ada", r"^l40s|^rtx-40", _HALF | {"fp32": 0.25, "fp8": 2.0}, 31.5e9),
-    _Generation("ampere", r"^a100|^a800|^a10g|^rtx-30", _HALF | {"fp32": 0.0625}, 31.5e9),
-    _Generation("volta", r"^v100|^t4", {"fp16": 1.0, "fp32": 0.125}, 15.75e9),
-    _Generation("cdna3", r"^mi3", _HALF | {"fp32": 0.125, "fp8": 2.0}, 63e9),
-    _Generation("cdna2", r"^mi2", _HALF | {"fp32": 0.125}, 31.5e9),
+    _Generation("blackwell-ultra", r"^gb300|^b300", _HALF | {"fp32": 0.033, "fp8": 2.0, "fp4": 6.0}, 63e9, 400e9),
+    _Generation("blackwell", r"^gb200|^b200", _HALF | {"fp32": 0.035, "fp8": 2.0, "fp4": 4.0}, 63e9, 400e9),
+    _Generation("hopper", r"^h100|^h200|^h800", _HALF | {"fp32": 0.068, "fp8": 2.0}, 63e9, 400e9),
+    _Generation("ada", r"^l40s|^rtx-40", _HALF | {"fp32": 0.25, "fp8": 2.0}, 31.5e9, 100e9),
+    _Generation("ampere", r"^a100|^a800|^a10g|^rtx-30", _HALF | {"fp32": 0.0625}, 31.5e9, 100e9),
+    _Generation("volta", r"^v100|^t4", {"fp16": 1.0, "fp32": 0.125}, 15.75e9, 100e9),
+    _Generation("cdna3", r"^mi3", _HALF | {"fp32": 0.125, "fp8": 2.0}, 63e9, 400e9),
+    _Generation("cdna2", r"^mi2", _HALF | {"fp32": 0.125}, 31.5e9, 100e9),
 )
 _NVLINK_RACK = 72
 
@@ -168,13 +167,14 @@ def _read(rows: csv.DictReader[str]) -> Iterator[Device]:
         generation = next(known for known in _GENERATIONS if re.search(known.pattern, name))
         peak = float(row["peak_bf16_dense_TFLOPs"] or 835) * 1e12
         measured = float(row["measured_max_matmul_bf16_TFLOPs"] or 0) * 1e12
-        nic = float(row["nic_Gbps_per_gpu_typical"] or 0) * 1e9 or DEFAULT_NIC_BITS_PER_S
+        nic = float(row["nic_Gbps_per_gpu_typical"] or 0) * 1e9 or generation.nic_bits_per_s
         yield Device(
             name=name,
             generation=generation.name,
             peak_flops_per_s=MappingProxyType({kind: peak * factor for kind, factor in generation.speedups.items()}),
             matmul_flops_per_s=measured or TYPICAL_EFFICIENCY * peak,
-            memory_bytes=float(row["memory_GB"]) * 2**30,  # makers write GB and build GiB: an "80 GB" A100 reports 81,920 MiB
+            memory_bytes=float(row["memory_GB"])
+            * 2**30,  # makers write GB and build GiB: an "80 GB" A100 reports 81,920 MiB
             memory_bytes_per_s=float(row["memory_bandwidth_GBps"]) * 1e9,
             nvlink_bytes_per_s=float(row["nvlink_per_gpu_unidir_GBps"]) * 1e9,
             nic_bytes_per_s=nic / 8,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ class Shape:
     ``gated`` is 1 for an MLP with a gate (three matrices), 0 for two. ``tied``: the head is the embedding. With
     ``experts`` > 0 a share ``moe_share`` of the layers has, instead of the MLP, experts of width ``expert_ffn`` of which
     each token visits ``experts_per_token``, beside shared ones of width ``shared_ffn`` in all. ``dropout`` is 1 where
-    dropout masks are kept. ``positions`` are learned position embeddings, 0 for none. ``biases``: vectors beside the
-    matrices (LayerNorm and linear biases) are kept, 1 or 0.
+    dropout masks are kept. ``positions`` are learned position embeddings, 0 for none. ``attention_parameters`` are the
+    matrices of one layer's attention, ``vector_parameters`` everything in a layer that is no matrix.
     """
 
     layers: Number
@@ -34,11 +34,12 @@ class Shape:
     ffn: Number
     vocab: Number
     sequence: Number
+    attention_parameters: Number
+    vector_parameters: Number
     gated: Number = 0.0
     tied: Number = 0.0
     dropout: Number = 0.0
     positions: Number = 0.0
-    biases: Number = 0.0
     experts: Number = 0.0
     experts_per_token: Number = 0.0
     expert_ffn: Number = 0.0
@@ -49,17 +50,6 @@ class Shape:
     def mlp_matrices(self) -> Number:
         """Matrices of D × F in one MLP."""
         return 2.0 + self.gated
-
-    @property
-    def attention_parameters(self) -> Number:
-        """Of one layer: queries, keys, values, output: D·K·(2·H + 2·KV)."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def vector_parameters(self) -> Number:
-        """Norms (2 a layer) and biases of one layer; all but nothing beside the matrices."""
-        bias = self.head_dim * (self.heads + 2 * self.kv_heads) + self.ffn * (1 + self.gated) + 2 * self.hidden
-        return 2 * self.hidden * (1 + self.biases) + self.biases * bias
 
     @property
     def dense_mlp_parameters(self) -> Number:
@@ -85,10 +75,8 @@ class Shape:
     @property
     def parameters(self) -> Number:
         """Of the whole model; tied embeddings count once."""
-        layer = (
-            self.attention_parameters + self.dense_mlp_parameters + self.expert_parameters + self.vector_parameters
-        )
-        ends = self.embedding_parameters + (1 - self.tied) * self.head_parameters + self.hidden * (1 + self.biases)
+        layer = self.attention_parameters + self.dense_mlp_parameters + self.expert_parameters + self.vector_parameters
+        ends = self.embedding_parameters + (1 - self.tied) * self.head_parameters + self.hidden
         return self.layers * layer + ends
 
     @property
@@ -98,43 +86,48 @@ class Shape:
         return self.dense_mlp_parameters + routed
 
 
+def attention_matrices(hidden: Number, heads: Number, kv_heads: Number, head_dim: Number) -> Number:
+    """Parameters of queries, keys, values and output of one layer: D·K·(2·H + 2·KV)."""
+    return hidden * head_dim * (2 * heads + 2 * kv_heads)
+
+
 def shape_of(model: ModelSpec, sequence_length: int) -> Shape:
     """The shape of ``model`` on sequences of ``sequence_length`` tokens."""
-    gpt2 = model.model_type == "gpt2"
-    experts = getattr(model, "num_experts", None) or getattr(model, "num_local_experts", None) or 0
-    dropped = max(model.resid_pdrop, model.attn_pdrop)
+    attention, vectors = _layer_parameters(model)
+    experts = model.num_local_experts
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned" else 0
     return Shape(
         layers=float(model.num_hidden_layers),
         hidden=float(model.hidden_size),
         heads=float(model.num_attention_heads),
         kv_heads=float(model.num_key_value_heads),
-        head_dim=float(model.head_dim),
+        head_dim=model.attention_out_features / model.num_attention_heads,
         ffn=float(model.intermediate_size),
         vocab=float(model.vocab_size),
         sequence=float(sequence_length),
-        gated=0.0 if gpt2 else 1.0,
+        attention_parameters=attention,
+        vector_parameters=vectors,
+        gated=float(model.gated_mlp),
         tied=float(model.tie_word_embeddings),
-        dropout=float(dropped > 0),
-        positions=float(model.max_position_embeddings) if gpt2 else 0.0,
-        biases=float(gpt2),
+        dropout=float(max(model.resid_pdrop, model.attn_pdrop) > 0),
+        positions=float(positions),
         experts=float(experts),
-        experts_per_token=float(getattr(model, "num_experts_per_tok", 0) or 0),
-        expert_ffn=float(getattr(model, "moe_intermediate_size", 0) or model.intermediate_size) if experts else 0.0,
-        shared_ffn=_shared_ffn(model) if experts else 0.0,
-        moe_share=_moe_share(model) if experts else 0.0,
+        experts_per_token=float(model.num_experts_per_tok),
+        expert_ffn=float(model.moe_intermediate_size),
+        shared_ffn=float(model.n_shared_experts * model.moe_intermediate_size),
+        moe_share=float(model.moe_layer_share) if experts else 0.0,
     )
 
 
-def _shared_ffn(model: ModelSpec) -> float:
-    width = getattr(model, "moe_intermediate_size", 0) or model.intermediate_size
-    return float((getattr(model, "n_shared_experts", 0) or 0) * width)
-
-
-def _moe_share(model: ModelSpec) -> float:
-    share = getattr(model, "moe_layer_share", None)
-    return 1.0 if share is None else float(share)
-
-
-def as_array(value: Number) -> NDArray[Any]:
-    """``value`` as a float array."""
-    return np.asarray(value, dtype=float)
+def _layer_parameters(model: ModelSpec) -> tuple[float, float]:
+    """Matrices of the attention, and everything that is no matrix, of an average layer."""
+    total_vectors, attention = 0.0, 0.0
+    kinds = {model.has_experts(layer): layer for layer in range(model.num_hidden_layers)}
+    for has_experts, layer in kinds.items():
+        share = model.moe_layer_share if has_experts else 1 - model.moe_layer_share
+        shapes = model.layer_shapes(layer)
+        total_vectors += share * sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+        attention += share * sum(
+            prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name.startswith("attention.")
+        )
+    return attention, total_vectors

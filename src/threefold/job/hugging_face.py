@@ -1,5 +1,6 @@
-"""Hugging Face's config.json as a model: its names and its features, those that are not done refused by name.
+"""Hugging Face's config.json as a model: its names and its features, those that can't be described refused by name.
 
+What each family of models means stands in ``families``; here is what they share.
 The same names are read in the job's own ``model`` section, so that a config.json may be pasted there.
 """
 
@@ -8,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from threefold.errors import JobError
+from threefold.job.families import FAMILIES, UNKNOWN, Family, Model
 from threefold.job.files import check_plain, read_settings
 from threefold.job.messages import Findings, choices, nearest_word, printable, show
 from threefold.job.presets import presets
 from threefold.job.spec import ModelSpec
-
-Model = dict[str, Any]
-MODEL_TYPES: tuple[str, ...] = get_args(ModelSpec.model_fields["model_type"].annotation)
 
 _RENAMES: Mapping[str, str] = {
     "n_embd": "hidden_size",
@@ -67,11 +66,10 @@ _NO_EFFECT_NAMES = """
 """
 _NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 
-# What a config.json means when it leaves these out, where that differs from a job's own default.
-_LEFT_OUT: Mapping[str, Model] = {
-    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    "llama": {"norm_eps": 1e-6, "max_position_embeddings": 2048},
-}
+# Null is Hugging Face's way of saying: the default.
+_NULLABLE = frozenset(
+    {"intermediate_size", "num_key_value_heads", "head_dim", "preset", "hf", "q_lora_rank", "n_shared_experts"}
+)
 
 
 def resolve_model(settings: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def resolve_model(settings: Mapping[str, Any], findings: Findings) -> dict[str, 
     if base is None:
         return {key: value for key, value in settings.items() if key != "model"}
     whole = {**base, **{key: value for key, value in own.items() if key != "hf"}}
-    return {**settings, "model": _without_head_dim(whole, findings)}
+    return {**settings, "model": whole}
 
 
 def _base(own: Model, findings: Findings) -> Model | None:
@@ -133,20 +131,35 @@ def _from_directory(directory: Any, findings: Findings) -> Model | None:
 
 def _from_config(config: Model, where: str, findings: Findings) -> Model | None:
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        message = f"model_type {show(model_type)} in {printable(where)} is not one of {choices(MODEL_TYPES)}"
-        findings.problem("model.hf", message, f"name a config of model_type {choices(MODEL_TYPES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        message = f"model_type {show(model_type)} in {printable(where)} is not one of {choices(FAMILIES)}"
+        findings.problem("model.hf", message, f"name a config of model_type {choices(FAMILIES)}")
         return None
     seen = len(findings.problems)
     translated = _translated(config, _Source(where), findings)
     _refuse_unknown(translated, where, findings)
-    return None if len(findings.problems) > seen else {**_LEFT_OUT[model_type], **translated}
+    if FAMILIES[model_type].plain:
+        _refuse_unusual(translated, model_type, findings)
+    return None if len(findings.problems) > seen else {**FAMILIES[model_type].left_out, **translated}
 
 
 def _refuse_unknown(translated: Model, where: str, findings: Findings) -> None:
-    for name in sorted(translated.keys() - ModelSpec.model_fields.keys() - {"head_dim"}):
+    for name in sorted(translated.keys() - ModelSpec.model_fields.keys()):
         message = f"{printable(where)} has {show(name)}, and whether it changes the model is not known"
         findings.problem("model.hf", message, f"remove {show(name)} from it if the model does not depend on it")
+
+
+def _refuse_unusual(translated: Model, model_type: str, findings: Findings) -> None:
+    """A config of a plain style that states what models of that style don't have was probably made for another one."""
+    hidden, heads = translated.get("hidden_size"), translated.get("num_attention_heads")
+    stated = translated.get("head_dim")
+    if stated is not None and isinstance(hidden, int) and isinstance(heads, int) and heads and stated != hidden / heads:
+        message = f"{show(stated)} is not hidden_size / num_attention_heads = {hidden} / {heads} = {hidden / heads:g}"
+        findings.problem("model.head_dim", message, "remove it, or set model.hidden_size to heads × head_dim")
+    activation = translated.get("hidden_act")
+    if activation in ("relu", "relu2"):
+        message = f"{show(activation)} is not an activation of model_type {model_type}"
+        findings.problem("model.hidden_act", message, "leave it out, or state the model's numbers in the job itself")
 
 
 @dataclass(frozen=True)
@@ -164,22 +177,36 @@ class _Source:
 
 def _translated(model: Mapping[str, Any], source: _Source, findings: Findings) -> Model:
     """``model`` in the job's own names, without keys that mean nothing here; features that are not done are refused."""
-    translated: Model = {}
-    for name, value in _with_flat_rope(model).items():
-        own_name = _RENAMES.get(name, name)
-        if name in _NO_EFFECT:
+    family = _family_of(model)
+    translated: Model = dict(family.has)
+    for name, value in _with_flat_rope(family.read(dict(model))).items():
+        own_name = family.renames.get(name, _RENAMES.get(name, name))
+        if name in _NO_EFFECT or name in family.no_effect.split():
             if source.path is None:
                 findings.notes.append(f"model.{printable(name)}: has no effect on the model")
-        elif name in _OFF_VALUES:
-            _refuse_feature(name, value, source, findings)
-        elif value is None and own_name in {"intermediate_size", "num_key_value_heads", "head_dim", "preset", "hf"}:
-            continue  # Hugging Face's way of saying: the default
+        elif _is_feature(name, value, family, source):
+            _refuse_feature(name, value, family, source, findings)
+        elif value is None and own_name in _NULLABLE:
+            continue
         elif own_name in translated and translated[own_name] != value:
             message = f"{show(value)} contradicts {own_name} {show(translated[own_name])}; they are the same number"
             source.problem(name, message, f"keep one of {name} and {own_name}", findings)
         else:
-            translated[own_name] = value
+            translated[own_name] = family.style if name == "model_type" and family.style else value
     return _with_known_activation(translated)
+
+
+def _family_of(model: Mapping[str, Any]) -> Family:
+    model_type = model.get("model_type")
+    return FAMILIES.get(model_type, UNKNOWN) if isinstance(model_type, str) else UNKNOWN
+
+
+def _is_feature(name: str, value: Any, family: Family, source: _Source) -> bool:
+    """Whether ``name`` is a switch for something that is not done. A job may state experts with any style."""
+    if name == "num_local_experts":
+        stated_here = source.path is None and not _is_off(value, _OFF_VALUES[name])
+        return not (family.has_experts or stated_here)
+    return name in _OFF_VALUES or name in family.off
 
 
 def _with_flat_rope(model: Mapping[str, Any]) -> Model:
@@ -205,21 +232,12 @@ def _with_known_activation(model: Model) -> Model:
     return model
 
 
-def _refuse_feature(name: str, value: Any, source: _Source, findings: Findings) -> None:
-    off = _OFF_VALUES[name]
-    if not any(value == harmless and type(value) is type(harmless) for harmless in off):
+def _refuse_feature(name: str, value: Any, family: Family, source: _Source, findings: Findings) -> None:
+    off = family.off.get(name) or _OFF_VALUES[name]
+    if not _is_off(value, off):
         message = f"{show(value)} asks for a model feature that threefold does not have"
         source.problem(name, message, f"train without it: set {name} to {show(off[0])} or remove it", findings)
 
 
-def _without_head_dim(model: Model, findings: Findings) -> Model:
-    """head_dim is hidden_size / heads here; a config that states another is refused."""
-    stated = model.get("head_dim")
-    rest = {key: value for key, value in model.items() if key != "head_dim"}
-    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
-    if stated is None or not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        return rest
-    if stated != hidden / heads:
-        message = f"{show(stated)} is not hidden_size / num_attention_heads = {hidden} / {heads} = {hidden / heads:g}"
-        findings.problem("model.head_dim", message, "remove it, or set model.hidden_size to heads × head_dim")
-    return rest
+def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    return any(value == harmless and type(value) is type(harmless) for harmless in off)

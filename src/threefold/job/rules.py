@@ -13,12 +13,12 @@ from threefold.job.messages import (
     Findings,
     choices,
     common_divisors,
-    divisors,
     multiples_around,
-    nearest_number,
     nearest_word,
     show,
 )
+from threefold.job.model import FEATURES, style_default
+from threefold.job.model_rules import MODEL_RULES
 from threefold.job.spec import AXES, DEFAULT_ORDER, PLANNED_SCHEDULES, SCHEDULES, Job, JobFile, ModelSpec
 
 TP_SIZE, PP_SIZE = "parallelism.tp.size", "parallelism.pp.size"
@@ -48,41 +48,8 @@ def _of_model(check: Callable[[ModelSpec], Iterator[Problem]]) -> Callable[[JobF
     return judge_model
 
 
-def _heads_divide_width(model: ModelSpec) -> Iterator[Problem]:
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if hidden % heads:
-        near = nearest_number(heads, divisors(hidden))
-        fix = f"set it to {near}, or model.hidden_size to {choices(multiples_around(hidden, heads))}"
-        yield Problem("model.num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", fix)
-
-
-def _kv_heads_divide_heads(model: ModelSpec) -> Iterator[Problem]:
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if heads % kv_heads:
-        message = f"{kv_heads} key-value heads do not divide {heads} attention heads"
-        yield Problem("model.num_key_value_heads", message, f"set it to {choices(divisors(heads))}")
-
-
-def _rotary_pairs(model: ModelSpec) -> Iterator[Problem]:
-    if model.model_type == "llama" and model.hidden_size % model.num_attention_heads == 0 and model.head_dim % 2:
-        even = [heads for heads in divisors(model.hidden_size) if model.hidden_size // heads % 2 == 0]
-        near = (
-            f"set model.num_attention_heads to {nearest_number(model.num_attention_heads, even)}, or " if even else ""
-        )
-        message = f"heads of width {model.head_dim} can't be rotated: rotary positions turn pairs of numbers"
-        fix = f"{near}set model.hidden_size to a multiple of {2 * model.num_attention_heads}"
-        yield Problem("model.num_attention_heads", message, fix)
-
-
-def _activation_of_style(model: ModelSpec) -> Iterator[Problem]:
-    allowed = {"gpt2": ("gelu_new", "gelu"), "llama": ("silu",)}[model.model_type]
-    if model.hidden_act not in allowed:
-        message = f"{model.hidden_act} does not belong to model_type {model.model_type}, which has {choices(allowed)}"
-        yield Problem("model.hidden_act", message, f'write "{allowed[0]}" or leave it out')
-
-
 def _positions_cover_sequence(file: JobFile) -> Iterator[Problem]:
-    if file.model is None or file.data is None or file.model.model_type != "gpt2":
+    if file.model is None or file.data is None or file.model.position_embedding_type != "learned":
         return
     length, positions = file.data.sequence_length, file.model.max_position_embeddings
     if length > positions:
@@ -99,7 +66,8 @@ def _tp_divides(what: str, count: Callable[[ModelSpec], int]) -> Callable[[JobFi
         model = file.model
         if model is None or count(model) % size == 0:
             return
-        valid = common_divisors(model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
+        widths = [width for width in (model.intermediate_size, model.moe_intermediate_size) if width]
+        valid = common_divisors(model.num_attention_heads, model.num_key_value_heads, *widths)
         yield Problem(
             TP_SIZE, f"{size} does not divide the model's {count(model)} {what}", f"set it to {choices(valid)}"
         )
@@ -229,14 +197,12 @@ def _scaling_has_a_reference(file: JobFile) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(("model.hidden_size", "model.num_attention_heads"), _of_model(_heads_divide_width)),
-    Rule(("model.num_attention_heads", "model.num_key_value_heads"), _of_model(_kv_heads_divide_heads)),
-    Rule(("model.hidden_size", "model.num_attention_heads", "model.model_type"), _of_model(_rotary_pairs)),
-    Rule(("model.model_type", "model.hidden_act"), _of_model(_activation_of_style)),
+    *(Rule(needs, _of_model(check)) for needs, check in MODEL_RULES),
     Rule(("model.max_position_embeddings", "data.sequence_length"), _positions_cover_sequence),
     Rule((TP_SIZE, "model"), _tp_divides("attention heads", lambda model: model.num_attention_heads)),
     Rule((TP_SIZE, "model"), _tp_divides("key-value heads", _grouped_heads)),
     Rule((TP_SIZE, "model"), _tp_divides("intermediate_size", lambda model: model.intermediate_size)),
+    Rule((TP_SIZE, "model"), _tp_divides("moe_intermediate_size", lambda model: model.moe_intermediate_size)),
     Rule(("parallelism.tp", "data.sequence_length"), _sequence_parallel_divides),
     Rule((PP_SIZE, "parallelism.pp.chunks", "model.num_hidden_layers"), _a_layer_for_every_stage),
     Rule((PP_SIZE, "parallelism.pp.chunks", PARTITION, "model.num_hidden_layers"), _partition_counts),
@@ -266,7 +232,71 @@ def _offloads(job: Job, name: str) -> bool:
     return offload is not None and offload.device != "none"
 
 
+def _has(name: str) -> Callable[[Job], bool]:
+    """Whether the model has a feature that models have only when they say so."""
+    return lambda job: job.model is not None and getattr(job.model, name) != FEATURES[name]
+
+
+def _unlike_style(name: str, what: str) -> Callable[[Job], bool]:
+    """Whether the model differs in ``name`` from a model of its style that states nothing."""
+
+    def differs(job: Job) -> bool:
+        return job.model is not None and getattr(job.model, name) != style_default(job.model.model_type, what)
+
+    return differs
+
+
+def _has_own_qkv_bias(job: Job) -> bool:
+    return job.model is not None and job.model.qkv_bias != job.model.use_bias
+
+
+_DESCRIBED = "it can be explained and planned; to train, take a model without it"
+
+MODEL_NOT_YET: tuple[NotYet, ...] = (
+    NotYet("model.num_local_experts", _has("num_local_experts"), "training does not run experts yet", _DESCRIBED),
+    NotYet("model.kv_lora_rank", _has("kv_lora_rank"), "training does not run latent attention yet", _DESCRIBED),
+    NotYet("model.qk_norm", _has("qk_norm"), "training does not norm queries and keys yet", _DESCRIBED),
+    NotYet("model.embedding_norm", _has("embedding_norm"), "training does not norm the embedding yet", _DESCRIBED),
+    NotYet(
+        "model.qkv_bias",
+        _has_own_qkv_bias,
+        "training does not give biases to query, key and value alone, or to all but them, yet",
+        _DESCRIBED,
+    ),
+    NotYet(
+        "model.use_bias",
+        _unlike_style("use_bias", "use_bias"),
+        "training runs gpt2 with biases and llama without",
+        _DESCRIBED,
+    ),
+    NotYet(
+        "model.norm_bias",
+        _unlike_style("norm_bias", "use_bias"),
+        "training runs gpt2's norms with biases and llama's without",
+        _DESCRIBED,
+    ),
+    NotYet(
+        "model.gated_mlp",
+        _unlike_style("gated_mlp", "gated_mlp"),
+        "training runs gpt2's MLP without a gate and llama's with one",
+        _DESCRIBED,
+    ),
+    NotYet(
+        "model.position_embedding_type",
+        _unlike_style("position_embedding_type", "position_embedding_type"),
+        "training runs gpt2 with learned positions and llama with rotary ones",
+        _DESCRIBED,
+    ),
+    NotYet(
+        "model.hidden_act",
+        lambda job: job.model is not None and job.model.hidden_act in ("relu", "relu2"),
+        "training does not run ReLU yet",
+        _DESCRIBED,
+    ),
+)
+
 NOT_YET: tuple[NotYet, ...] = (
+    *MODEL_NOT_YET,
     NotYet(
         "zero_optimization.stage",
         lambda job: job.zero_optimization.stage > 0,

@@ -36,6 +36,7 @@ def shrink_job(job: Job) -> Job:
                 "hidden_size": hidden,
                 "num_attention_heads": num_heads,
                 "num_key_value_heads": num_keys,
+                "head_dim": min(spec.head_dim, HEAD_DIM),
                 "intermediate_size": min(spec.intermediate_size, 2 * hidden),
                 "vocab_size": min(spec.vocab_size, VOCAB_SIZE),
                 "max_position_embeddings": min(spec.max_position_embeddings, SEQUENCE_LENGTH),

@@ -7,10 +7,23 @@ reported at once. ``JobFile`` is what a file states; ``Job`` is the same with th
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BeforeValidator, Field, Strict
+
+from threefold.job.base import (
+    Count,
+    Degree,
+    NonNegative,
+    Positive,
+    Probability,
+    Section,
+    Steps,
+    StepsOrZero,
+    Text,
+    Whole,
+)
+from threefold.job.model import ModelSpec
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
 PLANNED_SCHEDULES = ("interleaved_1f1b", "zb_h1")
@@ -18,148 +31,18 @@ AXES = ("tp", "pp", "dp")
 DEFAULT_ORDER = ",".join(AXES)
 
 
-def _as_whole(value: object) -> object:
-    """Read 5e8 as 500000000: DeepSpeed's own examples write whole numbers so."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _without_spaces(value: object) -> object:
     return value.replace(" ", "") if isinstance(value, str) else value
 
 
-# Upper bounds keep arithmetic on a mistyped number instant; they lie far above what any machine can train.
-Whole = Annotated[int, BeforeValidator(_as_whole)]
-Count = Annotated[Whole, Field(ge=1, le=10**9)]
-CountOrZero = Annotated[Whole, Field(ge=0, le=10**9)]
-Degree = Annotated[Whole, Field(ge=1, le=10**6)]
-Steps = Annotated[Whole, Field(ge=1, le=10**12)]
-StepsOrZero = Annotated[Whole, Field(ge=0, le=10**12)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1, max_length=4096)]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, unknown keys refused, no silent conversion, no NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-def _kv_heads(values: dict[str, Any]) -> int:
-    return values["num_attention_heads"]
-
-
-def _intermediate_size(values: dict[str, Any]) -> int:
-    """4 × hidden for GPT-2; for Llama the same parameter count with three matrices: 8/3 × hidden, up to a 256."""
-    hidden = values["hidden_size"]
-    return 4 * hidden if values["model_type"] == "gpt2" else 256 * math.ceil(8 * hidden // 3 / 256)
-
-
-def _positions(values: dict[str, Any]) -> int:
-    return 1024 if values["model_type"] == "gpt2" else 4096
-
-
-def _tied(values: dict[str, Any]) -> bool:
-    return values["model_type"] == "gpt2"
-
-
-def _activation(values: dict[str, Any]) -> Literal["gelu", "gelu_new", "silu"]:
-    return "gelu_new" if values["model_type"] == "gpt2" else "silu"
-
-
-def _num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
-class ModelSpec(Section):
-    """A decoder by Hugging Face's names: ``gpt2`` style (LayerNorm, learned positions, GELU, biases) or ``llama`` style
-    (RMSNorm, rotary positions, SwiGLU, grouped-query attention).
-
-    Left-out numbers follow the style: key-value heads equal the heads; the MLP is 4 × hidden wide (gpt2) or
-    8/3 × hidden rounded up to a multiple of 256 (llama). Dropout is 0 unless stated.
-    """
-
-    preset: Text | None = Field(
-        default=None, description="A known model to start from; other keys here override its numbers."
-    )
-    hf: Text | None = Field(default=None, description="A directory with Hugging Face's config.json to start from.")
-    model_type: Literal["gpt2", "llama"] = Field(description="The style of the decoder.", examples=["gpt2"])
-    vocab_size: Count = Field(description="Tokens in the vocabulary; need not divide by tp.", examples=[50257])
-    hidden_size: Count = Field(description="Width of the residual stream.", examples=[768])
-    num_hidden_layers: Annotated[Whole, Field(ge=1, le=10**5)] = Field(description="Decoder layers.", examples=[12])
-    num_attention_heads: Count = Field(description="Query heads.", examples=[12])
-    num_key_value_heads: Count = Field(default_factory=_kv_heads, description="Key-value heads; default: all heads.")
-    intermediate_size: Count = Field(default_factory=_intermediate_size, description="Inner width of the MLP.")
-    max_position_embeddings: Count = Field(default_factory=_positions, description="Longest sequence; gpt2: a table.")
-    tie_word_embeddings: bool = Field(default_factory=_tied, description="The output head is the token embedding.")
-    hidden_act: Literal["gelu", "gelu_new", "silu"] = Field(
-        default_factory=_activation, description="gelu_new is GELU's tanh form, GPT-2's own; llama: silu."
-    )
-    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary frequencies (llama).")
-    norm_eps: Positive = Field(default=1e-5, description="Added to the variance in every norm.")
-    initializer_range: Positive = Field(default=0.02, description="Standard deviation of the initial weights.")
-    resid_pdrop: Probability = Field(
-        default=0.0, description="Dropout on what attention and MLP add to the residual stream."
-    )
-    embd_pdrop: Probability = Field(default=0.0, description="Dropout on the embeddings.")
-    attn_pdrop: Probability = Field(default=0.0, description="Dropout on the attention probabilities.")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global name -> shape of every parameter, in model order (weights are ``[out, in]`` as torch keeps them)."""
-        layer = self._layer_shapes()
-        return {
-            **self._embedding_shapes(),
-            **{f"layers.{i}.{name}": shape for i in range(self.num_hidden_layers) for name, shape in layer.items()},
-            **self._head_shapes(),
-        }
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model; tied embeddings count once."""
-        ends = {**self._embedding_shapes(), **self._head_shapes()}
-        return self.num_hidden_layers * _num_elements(self._layer_shapes()) + _num_elements(ends)
-
-    def _embedding_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {"embed.tokens.weight": (self.vocab_size, self.hidden_size)}
-        if self.model_type == "gpt2":
-            shapes["embed.positions.weight"] = (self.max_position_embeddings, self.hidden_size)
-        return shapes
-
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        heads_k = self.num_attention_heads * self.head_dim
-        qkv = heads_k + 2 * self.num_key_value_heads * self.head_dim
-        widen = ("mlp.up", self.intermediate_size) if self.model_type == "gpt2" else self._gate_up()
-        return {
-            **self._norm("attention_norm"),
-            **self._linear("attention.qkv", qkv, self.hidden_size),
-            **self._linear("attention.out", self.hidden_size, heads_k),
-            **self._norm("mlp_norm"),
-            **self._linear(*widen, self.hidden_size),
-            **self._linear("mlp.down", self.hidden_size, self.intermediate_size),
-        }
-
-    def _gate_up(self) -> tuple[str, int]:
-        return "mlp.gate_up", 2 * self.intermediate_size
-
-    def _head_shapes(self) -> dict[str, tuple[int, ...]]:
-        head = {} if self.tie_word_embeddings else {"head.weight": (self.vocab_size, self.hidden_size)}
-        return {**self._norm("final_norm"), **head}
-
-    def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.{part}": (self.hidden_size,) for part in self._parts()}
-
-    def _linear(self, name: str, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
-        return {f"{name}.{part}": shapes[part] for part in self._parts()}
-
-    def _parts(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self.model_type == "gpt2" else ("weight",)
+def _link_bytes_per_s(text: str) -> float:
+    """8x200Gb/s is 8 links of 200e9 bits a second, 2x25GB/s two links of 25e9 bytes."""
+    speed, count = text.removesuffix("/s"), 1
+    if "x" in speed:
+        links, speed = speed.split("x")
+        count = int(links)
+    bits = 1 if speed.endswith("Gb") else 8
+    return count * float(speed[:-2]) * 1e9 * bits / 8
 
 
 class DataSpec(Section):
@@ -188,6 +71,11 @@ class ClusterSpec(Section):
     def num_devices(self) -> int:
         """Devices in all nodes together."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def inter_node_bytes_per_s(self) -> float | None:
+        """What one node sends over all its links together; None where it is not stated."""
+        return None if self.inter_node is None else _link_bytes_per_s(self.inter_node)
 
 
 class TensorParallel(Section):

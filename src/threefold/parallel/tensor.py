@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from threefold.layout import Shard
 from threefold.parallel.collectives import Group, Pending, all_gather_parts, join_parts, reduce_scatter_dim
@@ -38,6 +39,7 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(_gather_sequence(x_BSD, group) if sequence_parallel else x_BSD, weight_FD, bias_F)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_BSD, weight_FD = ctx.saved_tensors
         group: Group = ctx.group
@@ -69,6 +71,7 @@ class _RowLinear(torch.autograd.Function):
         return _reduce(F.linear(x_BSF, weight_DF), group, sequence_parallel)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_BSF, weight_DF = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -88,6 +91,7 @@ class _ReducePartial(torch.autograd.Function):
         return _reduce(partial_BSD.clone(), group, sequence_parallel)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _gather_sequence(grad_BSD, ctx.group) if ctx.sequence_parallel else grad_BSD, None, None
 

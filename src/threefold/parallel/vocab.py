@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from threefold.layout import Shard
 from threefold.parallel.collectives import Group
@@ -60,6 +61,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return (total_BS.log() - target_BS).masked_fill(~valid_BS, 0.0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         softmax_BSV, column_BS1, here_BS, valid_BS = ctx.saved_tensors
         # d loss / d logit = softmax - onehot(label), for valid tokens.
@@ -80,6 +82,7 @@ class _LogSumExp(torch.autograd.Function):
         return total_BS.log() + maximum_BS
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BS: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (softmax_BSV,) = ctx.saved_tensors
         return (softmax_BSV * grad_BS.unsqueeze(-1)).to(ctx.dtype), None

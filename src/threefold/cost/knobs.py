@@ -1,0 +1,103 @@
+"""Which constants are fitted, and what is believed of them before any run is seen.
+
+A prior is a physical default with the width that experience allows; it was written down by people who know these kinds
+of runs, so that leaving a source out tests the constants and the form of the model on it, not the priors.
+Software generations that share kernels share the constants of those kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from threefold.cost.completion import DEEPSPEED, EAGER, FSDP, MEGATRON, MODERN
+from threefold.cost.fitting import Knob
+
+UNFUSED_KERNELS = f"{MEGATRON}|{DEEPSPEED}"
+FUSED_KERNELS = f"{MODERN}|{EAGER}"
+
+# What a generation is, not how fast: never fitted.
+_UNFUSED = {"flash": 0.0, "split_messages": 1.0, "message_copies": 1.0}
+BASE: Mapping[str, Any] = MappingProxyType(
+    {
+        "defaults": {},
+        "generations": {},
+        "software": {
+            MODERN: {"logit_bytes": 8.0},
+            MEGATRON: _UNFUSED,
+            DEEPSPEED: {**_UNFUSED, "gradient_copy_bytes": 2.0},
+            FSDP: {"master_sharded": 1.0, "logit_bytes": 6.0, "eager": 1.0},
+            EAGER: {"eager": 1.0},
+        },
+        "software_on_generation": {},
+    }
+)
+
+
+def _any(name: str, prior: float, sigma: float, most: float = 1e12) -> Knob:
+    return Knob("defaults", "", name, prior, sigma, most=most)
+
+
+def _device(generation: str, name: str, prior: float, sigma: float, most: float = 1e12) -> Knob:
+    return Knob("generations", generation, name, prior, sigma, most=most)
+
+
+def _software(software: str, name: str, prior: float, sigma: float, most: float = 1e12) -> Knob:
+    return Knob("software", software, name, prior, sigma, most=most)
+
+
+KNOBS: tuple[Knob, ...] = (
+    # Chips since Hopper draw more power at full rate than they may: in training they reach less of their best.
+    _device("ampere", "matmul_efficiency", 0.92, 0.08, most=1.05),
+    _device("hopper", "matmul_efficiency", 0.78, 0.10, most=1.05),
+    _device("blackwell", "matmul_efficiency", 0.62, 0.10, most=1.05),
+    _device("blackwell-ultra", "matmul_efficiency", 0.65, 0.10, most=1.05),
+    _any("gemm_depth", 110.0, 0.30),
+    _any("lost_waves", 0.30, 0.30),
+    _any("misalignment", 0.50, 0.30),
+    _any("memory_efficiency", 0.85, 0.08, most=1.0),
+    _any("fp8_gain", 1.15, 0.10, most=1.25),
+    _any("fp4_gain", 0.6, 0.30, most=1.25),
+    _software(UNFUSED_KERNELS, "elementwise_passes", 1.2, 0.30),
+    _software(FSDP, "elementwise_passes", 1.5, 0.30),
+    _software(FUSED_KERNELS, "elementwise_passes", 1.0, 0.30),
+    _software(UNFUSED_KERNELS, "score_bytes", 27.0, 0.30),
+    _software(UNFUSED_KERNELS, "loss_bytes", 50.0, 0.30),
+    _software(FSDP, "selective_share", 0.5, 0.30, most=1.0),
+    # FlashAttention 2 reaches most of its share on Ampere; Hopper needs newer kernels, which FSDP stacks of 2023 lack.
+    _device("ampere", "attention_efficiency", 0.60, 0.20),
+    _device("hopper", "attention_efficiency", 0.50, 0.20),
+    Knob("software_on_generation", f"{FSDP} hopper", "attention_efficiency", 0.40, 0.20),
+    _device("blackwell", "attention_efficiency", 0.55, 0.20),
+    _device("blackwell-ultra", "attention_efficiency", 0.55, 0.20),
+    # About 25 operations of 30-40 µs each, Python and autograd included, in eager PyTorch of 2021; newer stacks fuse.
+    _software(MEGATRON, "launch_s", 800e-6, 0.20),
+    _software(DEEPSPEED, "launch_s", 1000e-6, 0.20),
+    _software(FSDP, "launch_s", 500e-6, 0.30),
+    _software(FUSED_KERNELS, "launch_s", 250e-6, 0.30),
+    _any("launch_collective_s", 40e-6, 0.50),
+    _software(MEGATRON, "step_s", 5e-3, 0.70),
+    _software(DEEPSPEED, "step_s", 5e-3, 0.70),
+    _any("nvlink_efficiency", 0.80, 0.15, most=1.0),
+    _any("nic_efficiency", 0.70, 0.15, most=1.0),
+    _any("nvlink_latency_s", 10e-6, 0.50),
+    _any("jitter", 0.004, 0.50, most=0.02),
+    _software(FUSED_KERNELS, "tp_exposed", 0.5, 0.30, most=1.0),
+    _software(FUSED_KERNELS, "pp_exposed", 0.3, 0.50, most=1.0),
+    _software(UNFUSED_KERNELS, "pp_exposed", 1.0, 0.20, most=1.2),
+    _software(FSDP, "fsdp_overlap", 0.9, 0.20, most=1.0),
+    _software(FUSED_KERNELS, "dp_overlap", 0.5, 0.50, most=1.0),
+)
+
+MEMORY_KNOBS: tuple[Knob, ...] = (
+    _software(FUSED_KERNELS, "reserved_bytes", 1.5e9, 0.40),
+    _software(MEGATRON, "reserved_bytes", 2.5e9, 0.40),
+    _software(DEEPSPEED, "reserved_bytes", 2.5e9, 0.40),
+    _software(FSDP, "reserved_bytes", 1.5e9, 0.40),
+    _software(FUSED_KERNELS, "fragmentation", 0.03, 0.40),
+    _software(UNFUSED_KERNELS, "fragmentation", 0.08, 0.40),
+    _software(FSDP, "fragmentation", 0.03, 0.40),
+    _software(UNFUSED_KERNELS, "message_copies", 1.0, 0.30),
+)
+"""The same for memory. These do not touch the step time, but for what a run leaves unsaid."""

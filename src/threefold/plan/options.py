@@ -1,0 +1,159 @@
+"""Which values each setting may take in one layout, and which of them need no look.
+
+What is decided here follows from the layout alone: two values that mean the same, and a value that another is never
+worse than. Each is counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from threefold.cost.strategies import (
+    ORDER_CODES,
+    PARTITION_CODES,
+    RECOMPUTE_CODES,
+    SCHEDULE_CODES,
+    Array,
+    Strategies,
+)
+from threefold.job.messages import divisors
+from threefold.job.spec import SCHEDULES
+from threefold.layout import split_layers
+from threefold.plan.layouts import Layout
+from threefold.plan.locality import locality
+from threefold.plan.question import Question
+from threefold.plan.reasons import Reason
+
+ONE_F_ONE_B, GPIPE, NAIVE, INTERLEAVED = (
+    SCHEDULE_CODES[name] for name in ("1f1b", "gpipe", "naive", "interleaved_1f1b")
+)
+Pair = tuple[int, int]
+"""A schedule's code, and the chunks of each device."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The values of one setting that are worth a look, and how many others were dropped for which reason."""
+
+    values: tuple[int, ...]
+    dropped: Counter[Reason]
+
+    @property
+    def num_stated(self) -> int:
+        """All values, dropped ones too."""
+        return len(self.values) + self.dropped.total()
+
+
+def values_of(question: Question, name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """The fixed value of a setting, or all ``values``."""
+    return (question.fixed[name],) if name in question.fixed else tuple(values)
+
+
+def switch_values(question: Question, name: str) -> tuple[int, ...]:
+    """Off and on, or the fixed one."""
+    return values_of(question, name, (0, 1))
+
+
+def recompute_values(question: Question) -> tuple[int, ...]:
+    """From none, which is fastest, to full, which holds the least."""
+    return values_of(question, "recompute", tuple(RECOMPUTE_CODES.values()))
+
+
+def zero_values(question: Question) -> tuple[int, ...]:
+    """ZeRO stages."""
+    return values_of(question, "zero_stage", range(4))
+
+
+def order_values(question: Question, layout: Layout) -> Kept:
+    """Axis orders that keep tp inside a node, unless the question fixes the order or a tp that no node holds.
+
+    All else that an order decides is how many ranks of the other axes share a node, so of equal ones the first stands
+    for all, and one with fewer on every axis is dropped.
+    """
+    codes = values_of(question, "order", tuple(ORDER_CODES.values()))
+    devices = question.hardware.devices_per_node
+    free = "order" in question.fixed or ("tp" in question.fixed and devices % layout.tp != 0)
+    local = {code: locality(asdict(layout), code, devices) for code in codes}
+    inside = [code for code in codes if free or local[code].tp_stays_inside]
+    kept: list[int] = []
+    dropped = Counter({Reason.NODE: len(codes) - len(inside)})
+    for code in inside:
+        if any(local[other] == local[code] for other in kept):
+            dropped[Reason.SAME] += 1
+        elif any(local[other].is_better(local[code]) for other in inside):
+            dropped[Reason.DOMINATED] += 1
+        else:
+            kept.append(code)
+    return Kept(tuple(kept), dropped)
+
+
+def partition_values(question: Question, layout: Layout) -> Kept:
+    """Even stages, or stages balanced by counting the embedding and the head as a layer each."""
+    codes = values_of(question, "partition", tuple(PARTITION_CODES.values()))
+    layers, stages = question.model.num_hidden_layers, layout.pp
+    if len(codes) == 1 or stages > layers or balanced_layers(layers, stages) != even_layers(layers, stages):
+        return Kept(codes, Counter())
+    return Kept(codes[:1], Counter({Reason.SAME: len(codes) - 1}))
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage of the even partition."""
+    return tuple(map(len, split_layers(num_layers, num_stages)))
+
+
+def balanced_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage when the embedding and the head count as one layer each."""
+    if num_stages == 1:
+        return (num_layers,)
+    sizes = list(map(len, split_layers(num_layers + 2, num_stages)))
+    return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
+
+
+def schedule_values(question: Question, layout: Layout) -> tuple[tuple[Pair, ...], Counter[Reason]]:
+    """Schedules with their chunks. ``naive`` stays beside 1F1B, which is faster, because it holds less."""
+    kept: list[Pair] = []
+    dropped: Counter[Reason] = Counter()
+    pairs = _all_pairs(question, layout)
+    for schedule, chunks in pairs:
+        reason = _schedule_refusal(question, layout, schedule, first=pairs[0][0])
+        if reason is None:
+            kept.append((schedule, chunks))
+        else:
+            dropped[reason] += 1
+    return tuple(kept), dropped
+
+
+def _all_pairs(question: Question, layout: Layout) -> list[Pair]:
+    default = (ONE_F_ONE_B, *(code for code in SCHEDULE_CODES.values() if code != ONE_F_ONE_B))
+    if question.fixed.get("chunks", 1) > 1:
+        default = (INTERLEAVED,)
+    codes = values_of(question, "schedule", default)
+    return [(code, v) for code in codes for v in (_chunks(question, layout) if code == INTERLEAVED else (1,))]
+
+
+def _chunks(question: Question, layout: Layout) -> tuple[int, ...]:
+    """Chunks of whole layers: divisors of the layers of the fullest stage, of which every device has enough."""
+    if "chunks" in question.fixed:
+        return (question.fixed["chunks"],)
+    layers = question.model.num_hidden_layers
+    fullest = -(-layers // layout.pp)
+    return tuple(v for v in divisors(fullest) if v > 1 and v * layout.pp <= layers)
+
+
+def _schedule_refusal(question: Question, layout: Layout, schedule: int, first: int) -> Reason | None:
+    names = {code: name for name, code in SCHEDULE_CODES.items()}
+    if "schedule" in question.fixed or question.fixed.get("chunks", 1) > 1:
+        return None
+    if names[schedule] not in SCHEDULES:
+        return Reason.NOT_RUN
+    if layout.pp == 1 and schedule != first:
+        return Reason.SAME
+    return Reason.DOMINATED if schedule == GPIPE else None  # 1F1B takes as long and holds no more
+
+
+def interleaving_fits(question: Question, tops: Strategies) -> Array:
+    """Interleaved 1F1B sends microbatches round in groups of pp, and each chunk needs a layer."""
+    enough = tops.chunks * tops.pp <= question.model.num_hidden_layers
+    return (tops.num_microbatches % tops.pp == 0) & enough & (tops.pp > 1) & (tops.chunks > 1)

@@ -1,0 +1,170 @@
+"""Between plans and job files: a plan as a job that ``train`` obeys as written, and a job's strategy as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from threefold.cost.hardware import build_hardware
+from threefold.cost.strategies import (
+    ORDER_CODES,
+    PARTITION_CODES,
+    PRECISION_CODES,
+    RECOMPUTE_CODES,
+    SCHEDULE_CODES,
+    Strategies,
+)
+from threefold.errors import JobError, Problem
+from threefold.job import ClusterSpec, Job, ModelSpec
+from threefold.plan.learning_rate import learning_rate_hint
+from threefold.plan.options import balanced_layers, even_layers
+from threefold.plan.plans import Plan
+from threefold.plan.prediction_only import prediction_only
+from threefold.plan.question import Question
+
+_PLANNED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "parallelism",
+    "fp16",
+    "bf16",
+    "activation_checkpointing",
+)
+"""Sections of a job that a plan decides whole."""
+
+
+def new_job(plan: Plan, model: ModelSpec, cluster: ClusterSpec, sequence_length: int) -> dict[str, Any]:
+    """A job file that trains ``model`` by ``plan``; what it lacks is the data and the number of steps.
+
+    Raises JobError for a plan that can be predicted only.
+    """
+    settings = _settings(plan, model)
+    rate = learning_rate_hint(model.num_parameters, settings["train_batch_size"] * sequence_length)
+    return {
+        "model": _stated(model),
+        "data": {"sequence_length": sequence_length},
+        "cluster": cluster.model_dump(mode="json", exclude_none=True),
+        **settings,
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": float(f"{rate:.1e}"), "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+    }
+
+
+def replanned_job(plan: Plan, job: Job) -> dict[str, Any]:
+    """``job`` with the strategy of ``plan``; everything else stays, buckets of ZeRO among it.
+
+    Raises JobError for a plan that can be predicted only.
+    """
+    if job.model is None:
+        raise JobError([Problem("model", "is missing, and a plan is made for one", 'add "model": {"preset": "gpt2"}')])
+    kept = job.model_dump(mode="json", exclude_none=True, exclude=set(_PLANNED) | {"model"})
+    settings = _settings(plan, job.model)
+    buckets = {key: value for key, value in kept["zero_optimization"].items() if key not in _ZERO_KEYS}
+    settings["zero_optimization"] = {**buckets, **settings["zero_optimization"]}
+    return {"model": _stated(job.model), **kept, **settings}
+
+
+_ZERO_KEYS = ("stage", "offload_optimizer", "offload_param")
+
+
+def _stated(model: ModelSpec) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude_none=True)
+
+
+def _settings(plan: Plan, model: ModelSpec) -> dict[str, Any]:
+    unknown = list(prediction_only(plan))
+    if unknown:
+        fix = "plan without the --fix that asks for it, or leave -o out"
+        raise JobError([Problem("-o", f"the best plan can't be written as a job: {text}", fix) for text in unknown])
+    words = plan.parallelism
+    micro_batch, accumulation, dp = (plan.size(name) for name in ("micro_batch", "num_microbatches", "dp"))
+    formats = {name: {"enabled": True} for name in ("fp16", "bf16") if words["precision"] == name}
+    return {
+        "train_batch_size": micro_batch * accumulation * dp,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "parallelism": {
+            "order": words["order"],
+            "tp": {"size": words["tp"], "sequence_parallel": words["sequence_parallel"]},
+            "pp": _pipeline(plan, model),
+            "dp": {"size": dp},
+        },
+        "zero_optimization": _zero(words),
+        **formats,
+        "activation_checkpointing": {"mode": words["recompute"]},
+    }
+
+
+def _pipeline(plan: Plan, model: ModelSpec) -> dict[str, Any]:
+    words, stages = plan.parallelism, plan.size("pp")
+    balanced = words["partition"] == "balanced" and stages > 1
+    partition = list(balanced_layers(model.num_hidden_layers, stages)) if balanced else "even"
+    chunks = {"chunks": plan.size("chunks")} if plan.size("chunks") > 1 else {}
+    return {"size": stages, "schedule": words["schedule"], **chunks, "partition": partition}
+
+
+def _zero(words: Mapping[str, object]) -> dict[str, Any]:
+    offloads = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param") if words[name]}
+    return {"stage": words["zero_stage"], **offloads}
+
+
+def question_of(job: Job) -> Question:
+    """What ``job`` asks: its model, machines and batch. Raises JobError for sections that are missing."""
+    if job.model is None or job.data is None or job.cluster is None:
+        raise JobError(_missing(job))
+    return Question(job.model, job.data.sequence_length, build_hardware(job.cluster), job.train_batch_size)
+
+
+def _missing(job: Job) -> list[Problem]:
+    examples = {
+        "model": '"model": {"preset": "gpt3-175b"}',
+        "data": '"data": {"sequence_length": 2048}',
+        "cluster": '"cluster": {"device": "a100-80gb", "nodes": 8, "devices_per_node": 8}',
+    }
+    return [
+        Problem(key, "is missing, and a prediction needs it", f"add it, for example {example}")
+        for key, example in examples.items()
+        if getattr(job, key) is None
+    ]
+
+
+def strategy_of(job: Job) -> Strategies:
+    """The strategy that ``job`` states. Raises JobError for what the cost model does not know."""
+    if job.precision == "fp64":
+        raise JobError([Problem("dtype", "float64 is for comparing, and is not predicted", 'write "float32"')])
+    parallelism, zero = job.parallelism, job.zero_optimization
+    return Strategies.build(
+        dp=job.dp,
+        tp=job.tp,
+        pp=job.pp,
+        chunks=parallelism.pp.chunks,
+        micro_batch=job.micro_batch,
+        num_microbatches=job.num_microbatches,
+        zero_stage=zero.stage,
+        sequence_parallel=parallelism.tp.sequence_parallel,
+        recompute=RECOMPUTE_CODES[job.activation_checkpointing.mode],
+        schedule=SCHEDULE_CODES[parallelism.pp.schedule],
+        offload_optimizer=_is_offloaded(zero.offload_optimizer),
+        offload_param=_is_offloaded(zero.offload_param),
+        precision=PRECISION_CODES[job.precision],
+        order=ORDER_CODES[parallelism.order],
+        partition=_partition(job),
+    )
+
+
+def _is_offloaded(offload: Any) -> bool:
+    return offload is not None and offload.device != "none"
+
+
+def _partition(job: Job) -> int:
+    """The known partition that the job's equals; one that is neither even nor balanced is judged as even."""
+    stated = job.parallelism.pp.partition
+    if isinstance(stated, str) or job.model is None:
+        return PARTITION_CODES["even"]
+    layers = job.model.num_hidden_layers
+    is_balanced = tuple(stated) == balanced_layers(layers, job.pp) != even_layers(layers, job.pp)
+    return PARTITION_CODES["balanced" if is_balanced else "even"]
