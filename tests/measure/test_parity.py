@@ -128,8 +128,8 @@ def wrong_count(context: WorkerContext, job: Job, settings: ParitySettings, path
     """Each replica divides by its own number of valid tokens times dp: a mean of means."""
     honest = pipeline_module.PipelineExecutor.run
 
-    def run(self: Any, schedule: Any, batch: Any, num_valid: float, hooks: Any = None) -> Any:
-        return honest(self, schedule, batch, batch.num_valid * self.mesh.dp.size, hooks)
+    def run(self: Any, schedule: Any, batch: Any, num_valid: float, *others: Any) -> Any:
+        return honest(self, schedule, batch, batch.num_valid * self.mesh.dp.size, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_module.PipelineExecutor, "run", run)

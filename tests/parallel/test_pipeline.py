@@ -26,6 +26,7 @@ from threefold.measure.layouts import parse_layout
 from threefold.measure.parity import ParitySettings, run_parity
 from threefold.measure.reference import run_reference
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
+from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.collectives import Group, Pending
 from threefold.parallel.engine import Engine, EngineOptions, StepResult, build_engine, build_job_mesh
 from threefold.parallel.mesh import build_mesh
@@ -247,7 +248,7 @@ def copy_through_stages(context: WorkerContext, schedule: str) -> list[float]:
     mesh = build_mesh(Layout(pp=3), context.rank, activity=context.activity)
     plan = TensorParallelPlan({"*": StyleRule(Style.VOCAB)})
     stage = build_stage(model, split_layers(5, 3, (2, 1, 2)), mesh, plan)
-    options = EngineOptions(schedule, microbatches, (2, sequence, width), torch.float64, 100)
+    options = EngineOptions(schedule, microbatches, (2, sequence, width), torch.float64, ShardingPolicy(100))
     part = VocabPart(mesh.tp, width, 0, width)
     engine = Engine(stage, mesh, lambda logits, labels: cross_entropy_sum(logits, labels, part), options)
     samples = [range(2 * index, 2 * index + 2) for index in (3, 0, 4, 1, 2)]
