@@ -71,8 +71,9 @@ def run_steps(
     traffic = engine.mesh.traffic
     run.traffic = {key: (traffic.calls[key], traffic.payload_bytes[key]) for key in traffic.calls}
     engine.check_replicas(steps)
-    run.hashes = {entry.name: hash_tensor(entry.parameter) for entry in engine.parameters}
-    run.note_parameters(engine)
+    with engine.data.whole_parameters():
+        run.hashes = {entry.name: hash_tensor(entry.parameter) for entry in engine.parameters}
+        run.note_parameters(engine)
     return run
 
 

@@ -15,11 +15,13 @@ from threefold.errors import ReplicaError
 from threefold.job import Job, relayout
 from threefold.layout import Layout
 from threefold.measure.layouts import parse_layout
+from threefold.measure.parity import SGD
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel.engine import build_engine, build_job_mesh, build_layout
 from threefold.parallel.replicas import hash_tensor, make_replicas_equal
 from threefold.parallel.stage import TensorParallelPlan
 from threefold.train.data.synthetic import SyntheticTokens
+from threefold.train.optimizer import ShardedOptimizer
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 EMBEDDING = "embed.tokens.weight"
@@ -114,10 +116,9 @@ def test_b037_a_norm_inside_of_a_split_block_that_nobody_declared_is_found(pool:
 
 def check_after_a_step(context: WorkerContext, case: Case) -> str:
     engine = build_custom_engine(context, case)
-    optimizer = torch.optim.SGD([entry.parameter for entry in engine.parameters], lr=0.1)
+    optimizer = ShardedOptimizer(SGD, engine.data)
     source = SyntheticTokens(13, 4, seed=0)
-    engine.train_step([range(4), range(4, 8)], source.batch, lambda _: None)
-    optimizer.step()
+    engine.train_step([range(4), range(4, 8)], source.batch, lambda _: optimizer.step(0.1))
     try:
         engine.check_replicas(1)
     except ReplicaError as error:

@@ -134,18 +134,20 @@ class DataParallel:
                 bucket.free()
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, summed in float64: each element of the model counts once."""
-        values = [
-            piece.values
-            for bucket in self.buckets
-            if bucket.counts_in_norm
-            for piece in bucket.pieces(bucket.grad_shard)
-            if piece.entry.owns_norm
-        ]
-        if not values:
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm(values)  # pyright: ignore[reportPrivateImportUsage]
-        return torch.stack(norms).double().square().sum()
+        """This rank's share of the squared gradient norm, summed in float64: each element of the model counts once.
+
+        What is not finite anywhere makes the sum so, even in a copy that another rank counts.
+        """
+        device = self.buckets[0].device if self.buckets else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for bucket in self.buckets:
+            if bucket.counts_in_norm:
+                pieces = list(bucket.pieces(bucket.grad_shard))
+                norms = torch._foreach_norm([piece.values for piece in pieces])  # pyright: ignore[reportPrivateImportUsage]
+                owned = torch.tensor([float(piece.entry.owns_norm) for piece in pieces], dtype=torch.float64)
+                if pieces:
+                    total += (torch.stack(norms).double().square() * owned.to(total.device)).sum()  # 0 * inf is nan
+        return total
 
 
 class _GatheredParts:
