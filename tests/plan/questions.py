@@ -48,7 +48,8 @@ def brute_force(question: Question) -> tuple[Strategies, float]:
     """The best candidate, and its time, when every one that the rules allow is judged."""
     strategies = _candidates(question)
     found = estimate(question.model, question.sequence_length, question.hardware, strategies)
-    fits = np.flatnonzero(found.fits)
+    needed = _resort_needed(question, strategies)
+    fits = np.flatnonzero(found.fits & (needed == needed[found.fits].min(initial=9)))
     if not len(fits):
         return strategies.take(fits), np.inf
     best = fits[ranked(strategies.take(fits), found.step_s[fits])[:1]]
@@ -76,11 +77,18 @@ def _candidates(question: Question) -> Strategies:
     ]
     settings = list(product(*([fixed[name]] if name in fixed else values for name, values in VALUES.items())))
     left, right = np.meshgrid(np.arange(len(splits)), np.arange(len(settings)))
-    sizes = dict(zip(("tp", "pp", "dp", "micro_batch"), np.array(splits)[left.ravel()].T, strict=True))
+    sizes = dict(zip(("tp", "pp", "dp", "micro_batch"), np.array(splits, dtype=int).reshape(-1, 4)[left.ravel()].T, strict=True))
     others = dict(zip(VALUES, np.array(settings)[right.ravel()].T, strict=True))
     num_microbatches = batch // sizes["dp"] // sizes["micro_batch"]
     everything = Strategies.build(**sizes, **others, num_microbatches=num_microbatches, precision=question.precision)
     return everything.take(_legal(question, everything))
+
+
+def _resort_needed(question: Question, all_: Strategies) -> np.ndarray:
+    """0 for an ordinary strategy, 1 where ZeRO stage 3 is the last resort, 2 where offloading is."""
+    offloads = [name for name in ("offload_optimizer", "offload_param") if name not in question.fixed]
+    offloaded = np.any([np.zeros(len(all_)), *(getattr(all_, name) for name in offloads)], axis=0)
+    return np.where(offloaded, 2, (all_.zero_stage == 3) & ("zero_stage" not in question.fixed))
 
 
 def _legal(question: Question, all_: Strategies) -> np.ndarray:

@@ -144,7 +144,7 @@ def _plan_question(asked: Asked, fix: Sequence[str], top: int, json_: bool, outp
 
 def _question(asked: Asked, fix: Sequence[str]) -> tuple[ModelSpec, ClusterSpec, Question]:
     """The question in words, judged as a job is. Raises JobError with all problems of model, machines and decisions."""
-    from threefold.cost.hardware import build_hardware
+    from threefold.cost.hardware import build_hardware, find_device
     from threefold.plan.question import Question
 
     problems: list[Problem] = []
@@ -158,13 +158,13 @@ def _question(asked: Asked, fix: Sequence[str]) -> tuple[ModelSpec, ClusterSpec,
 
     model = collect(_model, asked)
     cluster = collect(_cluster, asked)
-    hardware: Any = collect(build_hardware, cluster) if cluster else None
+    collect(find_device, asked.gpu)
     fixed = collect(_fixed, fix)
     batch = collect(_batch, asked)
     if problems:
         raise JobError(problems)
     length = asked.sequence_length or model.max_position_embeddings
-    return model, cluster, Question(model, length, hardware, batch, fixed)
+    return model, cluster, Question(model, length, build_hardware(cluster), batch, fixed)
 
 
 def _renamed(problem: Problem) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from threefold.plan.validate import Report, Score
+
+MIN_WIDTH = 110
+"""Columns of the tables: narrower, names break into pieces."""
 
 
 def validate(runs: Path, json_: bool) -> None:
@@ -27,7 +31,8 @@ def validate(runs: Path, json_: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    _print_scores(console, "Source", {**report.sources, "all": report.overall})
+    console.width = max(console.width, MIN_WIDTH)
+    _print_scores(console, "Source", {**_short(report.sources), "all": report.overall})
     _print_scores(console, "GPU", report.devices)
     _print_rest(console, report)
 
@@ -53,16 +58,22 @@ def _print_scores(console: Console, title: str, scores: Mapping[str, Score]) -> 
     console.print(table)
 
 
+def _short(scores: Mapping[str, Score]) -> dict[str, Score]:
+    """Repository and file name; the folders between them leave no room for the numbers."""
+    return {re.sub(r"^(\S+) (?:\S+/)?(\S+\.\w+)$", r"\1 \2", name): score for name, score in scores.items()}
+
+
 def _print_rest(console: Console, report: Report) -> None:
     fits = report.fits
     console.print(
-        "error: mean absolute error of the step time; in 90 %: share inside the stated interval; ranks: rank correlation, "
-        "and regret: loss of the run predicted best, within groups of ten or more runs of one model on one number of GPUs; "
-        "memory: mean absolute error of the peak."
+        "error: mean absolute error of the step time; in 90 %: share inside the stated interval; ranks: rank "
+        "correlation, and regret: loss of the run predicted best, within groups of ten or more runs of one model on "
+        "one number of GPUs; memory: mean absolute error of the peak."
     )
+    ran, failed = fits.true_fit + fits.false_oom, fits.true_oom + fits.false_fit
     console.print(
-        f"Fits in memory: of {fits.true_fit + fits.false_oom} runs that ran, {fits.false_oom} are called out of memory; "
-        f"of {fits.true_oom + fits.false_fit} that ran out of memory, {fits.false_fit} are called a fit."
+        f"Fits in memory: of {ran} runs that ran, {fits.false_oom} are called out of memory; of {failed} that ran out "
+        f"of memory, {fits.false_fit} are called a fit."
     )
     for reason, count in sorted(report.not_modelled.items(), key=lambda item: -item[1]):
         console.print(f"Not modelled: {count} run{'s' * (count != 1)}: {reason}.")

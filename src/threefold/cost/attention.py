@@ -1,9 +1,9 @@
 """Seconds of the attention core: scores, softmax and the weighted sum of values of one layer.
 
-Forward takes 4·B·S²·H·K FLOPs (two multiplications), backward twice that; a kernel that skips what the causal mask hides
-does half. Without a fused kernel the B·H·S² scores pass through memory several times: written, masked and normalised,
-dropped, read. A fused kernel (Dao et al. 2022, 2023) keeps them on the chip and recomputes them in backward (5/2 of the
-forward's FLOPs).
+Forward takes 4·B·S²·H·K FLOPs (two multiplications), backward twice that; a kernel that skips what the causal mask
+hides does half. Without a fused kernel the B·H·S² scores pass through memory several times: written, masked and
+normalised, dropped, read. A fused kernel (Dao et al. 2022, 2023) keeps them on the chip and recomputes them in
+backward (5/2 of the forward's FLOPs).
 """
 
 from __future__ import annotations

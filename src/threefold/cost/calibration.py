@@ -51,12 +51,13 @@ class Calibration:
     causal_skip: Number = 0.9
     """Share of the masked half of the scores that the attention kernel skips."""
     selective_share: Number = 0.0
-    """Share of a layer's forward pass that selective recompute repeats besides the attention core: 0 in Megatron; PyTorch's
-    policy keeps only every second matrix multiplication."""
+    """Share of a layer's forward pass that selective recompute repeats besides the attention core: 0 in Megatron;
+    PyTorch's policy keeps only every second matrix multiplication."""
     score_bytes: Number = 30.0
     """Bytes moved for each attention score, forward and backward, without a fused kernel."""
     loss_bytes: Number = 20.0
-    """Bytes moved for each logit, forward and backward: five passes in fp32 where softmax and cross entropy are fused."""
+    """Bytes moved for each logit, forward and backward: five passes in fp32 where softmax and cross entropy are
+    fused."""
     memory_efficiency: Number = 0.80
     """Share of the memory bandwidth that memory-bound kernels reach."""
     elementwise_passes: Number = 1.0
@@ -119,6 +120,7 @@ def software_names() -> tuple[str, ...]:
     return tuple(_table()["software"])
 
 
+@lru_cache(maxsize=64)
 def load_calibration(software: str = DEFAULT_SOFTWARE, generation: str = "") -> Calibration:
     """The packaged constants for ``software`` on devices of ``generation`` ("hopper"); unknown ones get defaults."""
     return calibration_from(_table(), software, generation)
@@ -135,7 +137,12 @@ def calibration_from(table: Mapping[str, Any], software: str, generation: str = 
 
 def stack_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
     """One calibration with an array of each constant: element i is that of the i-th."""
-    arrays = {name: np.array([getattr(one, name) for one in calibrations], dtype=float) for name in _NUMBERS}
+    kinds = {id(one): one for one in calibrations}
+    place = {key: index for index, key in enumerate(kinds)}
+    chosen = np.array([place[id(one)] for one in calibrations], dtype=np.int64)
+    arrays = {
+        name: np.array([getattr(one, name) for one in kinds.values()], dtype=float)[chosen] for name in _NUMBERS
+    }
     return replace(Calibration(), **arrays)
 
 

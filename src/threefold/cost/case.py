@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ FP32, FP16, BF16, FP8, FP4 = (PRECISION_CODES[name] for name in ("fp32", "fp16",
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of ``Hardware`` as scalars or arrays. ``speedup`` is by precision code, over bf16; others in SI units."""
+    """The rates of ``Hardware`` as scalars or arrays. ``speedup`` is by precision code, over bf16; others in SI
+    units."""
 
     matmul_flops_per_s: Number
     peak_flops_per_s: Number
@@ -54,55 +57,55 @@ class Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """Shape, machine, strategies and constants; every method returns one value a strategy."""
+    """Shape, machine, strategies and constants; everything it derives has one value a strategy."""
 
     shape: Shape
     machine: Machine
     strategies: Strategies
     constants: Calibration
 
-    @property
+    @cached_property
     def tokens(self) -> Array:
         """Of one microbatch on one device: B·S/cp."""
         return self.strategies.micro_batch * self.shape.sequence / self.strategies.cp
 
-    @property
+    @cached_property
     def element_bytes(self) -> Array:
         """Of activations and parameters in the computation: 4 for fp32, else 2 (8-bit formats keep 16-bit ones)."""
         return np.where(self.strategies.precision == FP32, 4.0, 2.0)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> Array:
         """Bytes of a gradient that is reduced: 4 with fp32, the width of fp16 with fp16, else the stack's."""
         code = self.strategies.precision
         return np.where(code == FP32, 4.0, np.where(code == FP16, 2.0, self.constants.gradient_bytes))
 
-    @property
+    @cached_property
     def norm_split(self) -> Array:
         """Over how many devices norms, dropout and residuals are split: tp under sequence parallelism, else 1."""
         return np.where(self.strategies.sequence_parallel, self.strategies.tp, 1)
 
-    @property
+    @cached_property
     def full_recompute(self) -> Array:
         """1 where the whole forward pass is recomputed."""
         return (self.strategies.recompute == RECOMPUTE_CODES["full"]).astype(float)
 
-    @property
+    @cached_property
     def selective_recompute(self) -> Array:
         """1 where only the attention core is recomputed."""
         return (self.strategies.recompute == RECOMPUTE_CODES["selective"]).astype(float)
 
-    @property
+    @cached_property
     def matmul_flops_per_s(self) -> Array:
         """The largest measured rate, in the 16-bit (fp32: that) format."""
         return self.machine.matmul_flops_per_s * self._speedup(np.minimum(self.strategies.precision, BF16))
 
-    @property
+    @cached_property
     def half_flops_per_s(self) -> Array:
         """What a large matrix multiplication reaches in training, in the 16-bit (fp32: that) format."""
         return self.constants.matmul_efficiency * self.matmul_flops_per_s
 
-    @property
+    @cached_property
     def dense_flops_per_s(self) -> Array:
         """The same in the precision of the layers' matrices; 8 and 4 bits gain less than their peak promises."""
         code = self.strategies.precision
@@ -118,27 +121,32 @@ class Case:
 
     def in_node(self, axis: str) -> Array:
         """How many ranks of ``axis`` ("tp", "cp", "pp", "dp") that differ in nothing else share a node."""
-        size = getattr(self.strategies, axis)
-        return np.clip(self.machine.devices_per_node / self._stride(axis), 1.0, size)
+        return self._in_node[axis]
 
-    def _stride(self, axis: str) -> Array:
-        """Distance of neighbours on ``axis``: the product of the axes inside it."""
-        if axis == "cp":
-            return self._stride("tp") * self.strategies.tp
-        stride = np.ones(len(self.strategies))
+    @cached_property
+    def _in_node(self) -> Mapping[str, Array]:
+        strides = self._strides()
+        sizes = {axis: getattr(self.strategies, axis) for axis in strides}
+        return {
+            axis: np.clip(self.machine.devices_per_node / stride, 1.0, sizes[axis]) for axis, stride in strides.items()
+        }
+
+    def _strides(self) -> dict[str, Array]:
+        """Distance of neighbours on each axis: the product of the axes inside it."""
+        strategies = self.strategies
+        strides = {axis: np.ones(len(strategies)) for axis in ("tp", "cp", "pp", "dp")}
+        present = np.flatnonzero(np.bincount(strategies.order, minlength=len(ORDER_CODES)))
         for order, code in ORDER_CODES.items():
-            axes = order.split(",")
-            inner = axes[: axes.index(axis)]
-            here = np.ones(len(self.strategies))
-            for name in inner:
-                here = here * getattr(self.strategies, name)
-                here = here * (self.strategies.cp if name == "tp" else 1)
-            stride = np.where(self.strategies.order == code, here, stride)
-        return stride
+            if code not in present:
+                continue
+            inside = np.ones(len(strategies))
+            # Context parallelism has no place of its own in the order: it follows tp.
+            for axis in order.replace("tp", "tp,cp").split(","):
+                strides[axis] = np.where(strategies.order == code, inside, strides[axis])
+                inside = inside * getattr(strategies, axis)
+        return strides
 
     def _speedup(self, code: Array) -> Array:
-        return (
-            self.machine.speedup[code, 0]
-            if self.machine.speedup.shape[1] == 1
-            else (self.machine.speedup[code, np.arange(len(code))])
-        )
+        if self.machine.speedup.shape[1] == 1:
+            return self.machine.speedup[code, 0]
+        return self.machine.speedup[code, np.arange(len(code))]

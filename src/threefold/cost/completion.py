@@ -77,9 +77,11 @@ def complete(run: Run) -> list[Configuration]:
 
 
 def _networks(run: Run, device: Device, devices: int) -> list[tuple[float, float]]:
-    """Bytes/s between nodes for each device: stated in the text (of a node), else what such machines have been built with.
+    """Bytes/s between nodes for each device: stated in the text (of a node), else what such machines have been built
+    with.
 
-    A100 nodes were built with a network card for each device (Selene), for every second one, and with four half as fast.
+    A100 nodes were built with a network card for each device (Selene), for every second one, and with four half as
+    fast.
     """
     stated = re.search(r"(\d+) ?Gbps (?:inter-node|node-node|between nodes)", run.text["note"] + " " + run.source)
     if stated:
@@ -93,14 +95,14 @@ def _networks(run: Run, device: Device, devices: int) -> list[tuple[float, float
 def software_of(run: Run, device: Device) -> str:
     """The software generation by what the run shows: stated, or by device, number format and parallelism.
 
-    Ampere and Volta without ZeRO stage 3 are the Megatron of 2021, without fused attention, or its DeepSpeed branch where
-    the text says so. PyTorch's FSDP is named in the text, or shown by ZeRO stage 3 alone; nanotron is known to run eager
-    PyTorch. All else has fused kernels.
+    Ampere and Volta without ZeRO stage 3 are the Megatron of 2021, without fused attention, or its DeepSpeed branch
+    where the text says so. PyTorch's FSDP is named in the text, or shown by ZeRO stage 3 alone; nanotron is known to
+    run eager PyTorch. All else has fused kernels.
     """
     if run.text["software"]:
         return run.text["software"]
     said = run.text["note"] + " " + run.source
-    if run["zero_stage"] is not None and run["zero_stage"] >= 2 and re.search(r"\bFSDP2?\b(?!=)", said):
+    if (run["zero_stage"] or 0) >= 2 and re.search(r"\bFSDP2?\b(?!=)", said):
         return FSDP
     if "nanotron" in said.lower():
         return EAGER
@@ -194,8 +196,9 @@ def _heads(heads: float | None, hidden: float, tp: float) -> list[tuple[float, f
 
 def _sequences(run: Run, device: Device) -> list[tuple[float, float]]:
     """Llama 3 was trained at 8,192 tokens; other models on Hopper and later mostly at 4,096, before that at 2,048."""
-    if run["seq_len"] is not None:
-        return [(run["seq_len"], 1.0)]
+    stated = run["seq_len"]
+    if stated is not None:
+        return [(stated, 1.0)]
     if run["vocab"] == 128256:
         return [(8192.0, 0.8), (4096.0, 0.2)]
     if device.generation in ("volta", "ampere"):
@@ -207,14 +210,19 @@ def _ends(run: Run, base: Mapping[str, float], vocab: float | None, device: Devi
     """Vocabulary, tied or not, gated MLP or not: what agrees best with the parameter count, else by style."""
     gpt = base["ffn"] == 4 * base["hidden"]
     old = device.generation in ("volta", "ampere")
-    likely = {"gated": 0.0 if gpt else 1.0, "tied": 1.0 if gpt else 0.0, "vocab": vocab or (51200.0 if gpt else 32000.0)}
-    if run["params_B"] is None or vocab is not None:
+    likely = {
+        "gated": 0.0 if gpt else 1.0,
+        "tied": 1.0 if gpt else 0.0,
+        "vocab": vocab or (51200.0 if gpt else 32000.0),
+    }
+    billions = run["params_B"]
+    if billions is None or vocab is not None:
         return _with_style(likely, old)
     options = [
         {"gated": gated, "tied": tied, "vocab": float(size)}
         for size, tied, gated in itertools.product(VOCABULARIES, (1.0, 0.0), (likely["gated"], 1.0))
     ]
-    target = run["params_B"] * 1e9
+    target = billions * 1e9
     # One embedding for both ends counts like two of half the vocabulary; models got larger ones.
     best = min(options, key=lambda ends: (round(abs(_count(base, ends) / target - 1), 3), -ends["vocab"]))
     near = abs(_count(base, best) / target - 1) < 0.01 and abs(_count(base, likely) / target - 1) > 0.02
@@ -253,7 +261,9 @@ def _strategies(
     run: Run, device: Device, software: str, degrees: Mapping[str, float], dims: Mapping[str, float]
 ) -> Iterator[tuple[dict[str, float], float]]:
     tp = degrees["tp"]
-    sequence_parallel = run.sequence_parallel if run.sequence_parallel is not None else software not in UNFUSED and tp > 1
+    sequence_parallel = (
+        run.sequence_parallel if run.sequence_parallel is not None else software not in UNFUSED and tp > 1
+    )
     zero = run["zero_stage"] if run["zero_stage"] is not None else (0.0 if software in UNFUSED else 1.0)
     fixed = {
         **degrees,
@@ -278,11 +288,12 @@ def _partition(layers: float, stages: float, chunks: float) -> float:
 
 
 def _micro_batches(run: Run, degrees: Mapping[str, float]) -> list[tuple[float, float]]:
-    if run["micro_batch"] is not None:
+    stated = run["micro_batch"]
+    if stated is not None:
         per_replica = (run["global_batch"] or math.inf) / degrees["dp"]
-        whole = run["zero_stage"] == 3 and degrees["pp"] > 1 and run["micro_batch"] == per_replica
+        whole = run["zero_stage"] == 3 and degrees["pp"] > 1 and stated == per_replica
         # With a pipeline, a "local batch" as large as the replica's share is no microbatch.
-        return [(1.0, 0.5), (2.0, 0.3), (4.0, 0.2)] if whole and per_replica >= 4 else [(run["micro_batch"], 1.0)]
+        return [(1.0, 0.5), (2.0, 0.3), (4.0, 0.2)] if whole and per_replica >= 4 else [(stated, 1.0)]
     return [(1.0, 1.0)]
 
 
@@ -292,8 +303,9 @@ def _schedules(run: Run, stages: float, layers: float) -> list[tuple[float, floa
     plain, interleaved = float(SCHEDULE_CODES["1f1b"]), float(SCHEDULE_CODES["interleaved_1f1b"])
     if stages == 1:
         return [(1.0, plain, 1.0)]
-    if run["vpp"] is not None:
-        return [(run["vpp"], interleaved if run["vpp"] > 1 else plain, 1.0)]
+    stated = run["vpp"]
+    if stated is not None:
+        return [(stated, interleaved if stated > 1 else plain, 1.0)]
     if "interleaved" not in name:
         return [(1.0, plain, 1.0)]
     most = math.ceil(layers / stages)

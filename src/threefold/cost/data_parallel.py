@@ -20,7 +20,8 @@ from threefold.cost.stages import STAGES, StageLayers, StageSeconds, stage_layer
 
 @dataclass(frozen=True)
 class DeviceParameters:
-    """Parameters that one device of a stage holds before ZeRO: ``dense``, replicated over dp, and ``expert``, over dp/ep."""
+    """Parameters that one device of a stage holds before ZeRO: ``dense``, replicated over dp, and ``expert``, over
+    dp/ep."""
 
     dense: Array
     expert: Array
@@ -108,6 +109,6 @@ def _zero3_s(case: Case, stage: StageSeconds, parameters: DeviceParameters) -> A
     backward = np.maximum(gather + scatter - hidden * (stage.input_grad_s + stage.weight_grad_s), 0.0)
     loads = parameters.total * case.element_bytes / (case.strategies.dp * case.strategies.cp)
     offloaded = np.where(case.strategies.offload_param, 2 * loads / case.machine.pcie_bytes_per_s, 0.0)
-    # In a pipeline the parameters stay whole until the step ends, or every microbatch would gather them (Llama 3, 2024).
+    # In a pipeline the parameters stay whole until the step ends (Llama Team 2024): else every microbatch gathers them.
     times = np.where(case.strategies.pp > 1, 1, case.strategies.num_microbatches)
     return times * (forward + backward + offloaded)

@@ -48,8 +48,8 @@ def embedding_s(case: Case) -> Array:
 
 def optimizer_s(case: Case, parameters: Number) -> Array:
     """One Adam step over ``parameters`` on this device: reads and writes master, two moments and gradients, writes the
-    16-bit copy: about 34 bytes a parameter, at the memory's rate. Offloaded, the states cross PCIe and are updated by the
-    host, both of which are bound by PCIe-like rates: gradients out (4 bytes), parameters back (2).
+    16-bit copy: about 34 bytes a parameter, at the memory's rate. Offloaded, the states cross PCIe and are updated
+    by the host, both of which are bound by PCIe-like rates: gradients out (4 bytes), parameters back (2).
     """
     local = parameters * 34.0 / case.memory_bytes_per_s
     host = parameters * 6.0 / case.machine.pcie_bytes_per_s + parameters * 34.0 / HOST_BYTES_PER_S

@@ -16,7 +16,7 @@ from threefold.cost.case import Array, Case, Machine
 from threefold.cost.data_parallel import data_parallel_seconds
 from threefold.cost.flops import model_flops
 from threefold.cost.hardware import Hardware
-from threefold.cost.memory import ITEMS, in_flight_layers, layer_activation_bytes, memory_bytes, worst_stage
+from threefold.cost.memory import ITEMS, layer_activation_bytes, memory_bytes, worst_stage
 from threefold.cost.pipeline import pipeline_seconds
 from threefold.cost.shape import shape_of
 from threefold.cost.stages import STAGES, StageSeconds, message_bytes, message_s, stage_layers, stage_seconds
@@ -46,7 +46,8 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """One value a strategy. Seconds are of one optimizer step; ``step_s_low`` and ``step_s_high`` bound the 90 % interval.
+    """One value a strategy. Seconds are of one optimizer step; ``step_s_low`` and ``step_s_high`` bound the 90 %
+    interval.
 
     ``exposed_comm_s`` and ``communication_bytes`` are by axis (tp, pp, dp, cp, ep), the bytes out of one device;
     ``memory_bytes`` by item, of the stage that holds the most.
@@ -214,5 +215,3 @@ def _stage_estimates(case: Case, stages: dict[str, StageSeconds]) -> dict[str, S
 
     return {name: one(name) for name in STAGES}
 
-
-__all__ = ["Estimates", "StageCosts", "StageEstimate", "estimate", "in_flight_layers", "judge", "stage_costs"]

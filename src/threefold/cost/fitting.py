@@ -28,7 +28,8 @@ class Knob:
     """One fitted constant: ``section`` and ``key`` say whose ("software", "modern"), ``name`` which. Stacks that share
     their kernels share a knob: their keys are joined by "|".
 
-    ``prior`` is its value before any run is seen, ``sigma`` the standard deviation of its logarithm that the prior allows.
+    ``prior`` is its value before any run is seen, ``sigma`` the standard deviation of its logarithm that the prior
+    allows.
     """
 
     section: str
@@ -85,7 +86,7 @@ def fit(
     knobs: Sequence[Knob],
     used: Array,
     errors: Errors = time_errors,
-    rounds: int = 8,
+    rounds: int = 5,
 ) -> dict[str, Any]:
     """The table of constants that explains the runs where ``used`` is true best, starting at the priors.
 

@@ -18,7 +18,8 @@ from threefold.cost.case import FP4, FP8, Array, Case
 from threefold.cost.shape import Number
 
 WAVE = 108 * 128 * 256
-"""Elements of one wave: tiles of 128 × 256 on the 108 multiprocessors of an A100; later chips differ by less than half."""
+"""Elements of one wave: tiles of 128 × 256 on the 108 multiprocessors of an A100; later chips differ by less than
+half."""
 
 EXPOSED_BYTES = 0.35
 """Share of a multiplication's memory traffic that its computation does not hide."""
@@ -27,7 +28,9 @@ LINE = 64
 """16-bit elements of a memory line of 128 bytes."""
 
 
-def gemm_s(case: Case, rows: Number, columns: Number, depth: Number, flops_per_s: Array, operand_bytes: Number) -> Array:
+def gemm_s(
+    case: Case, rows: Number, columns: Number, depth: Number, flops_per_s: Array, operand_bytes: Number
+) -> Array:
     """One multiplication of [rows, depth] by [depth, columns] at a best rate of ``flops_per_s``.
 
     ``operand_bytes`` is the width of an element of A and B; C is written in 16 bits (fp32: 32).
@@ -38,7 +41,9 @@ def gemm_s(case: Case, rows: Number, columns: Number, depth: Number, flops_per_s
     return computed / flops_per_s + EXPOSED_BYTES * moved / case.memory_bytes_per_s
 
 
-def linear_s(case: Case, tokens: Number, inputs: Number, outputs: Number, narrow: bool = True) -> tuple[Array, Array, Array]:
+def linear_s(
+    case: Case, tokens: Number, inputs: Number, outputs: Number, narrow: bool = True
+) -> tuple[Array, Array, Array]:
     """A linear layer of ``inputs`` → ``outputs`` features: seconds of forward, input gradient, weight gradient.
 
     ``narrow``: in the strategy's precision; else in 16 bits also where that is 8 or 4 bits (the head).
@@ -58,7 +63,8 @@ def _operand_bytes(case: Case) -> Array:
 
 
 def _misalignment(case: Case, inputs: Number, outputs: Number) -> Array:
-    """1 for features that are whole lines, more by up to a constant the smaller the power of two is that divides them."""
+    """1 for features that are whole lines, more by up to a constant the smaller the power of two is that divides
+    them."""
     aligned = np.minimum(_power_of_two(inputs), _power_of_two(outputs)) / LINE
     return 1 + case.constants.misalignment * (1 - aligned)
 

@@ -21,7 +21,8 @@ DIRECTIONS = 3
 
 @dataclass(frozen=True)
 class PartCost:
-    """Seconds of one part of the model for one microbatch. Communication is what computation leaves exposed, by axis."""
+    """Seconds of one part of the model for one microbatch. Communication is what computation leaves exposed, by
+    axis."""
 
     forward_s: Array
     input_grad_s: Array
@@ -155,4 +156,3 @@ def _expert_s(case: Case) -> Array:
     in_node = np.clip(case.machine.devices_per_node / strategies.tp, 1.0, strategies.ep)
     passes = 4.0 + 2.0 * case.full_recompute
     return shape.moe_share * passes * all_to_all_s(case, num_bytes, strategies.ep, in_node)
-

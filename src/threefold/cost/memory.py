@@ -26,7 +26,8 @@ def memory_bytes(case: Case) -> dict[str, dict[str, Array]]:
     layers = stage_layers(case)
     parameters = device_parameters(case, layers)
     counts = {"first": layers.first, "middle": layers.middle, "last": layers.last}
-    return {name: _stage(case, name, counts[name], parameters[name]) for name in STAGES}
+    each = layer_activation_bytes(case)
+    return {name: _stage(case, name, counts[name], parameters[name], each) for name in STAGES}
 
 
 def worst_stage(stages: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
@@ -38,9 +39,11 @@ def worst_stage(stages: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
     }
 
 
-def _stage(case: Case, name: str, layers: Array, parameters: DeviceParameters) -> dict[str, Array]:
+def _stage(
+    case: Case, name: str, layers: Array, parameters: DeviceParameters, each: Array
+) -> dict[str, Array]:
     states = _states(case, layers, parameters)
-    activations = _activations(case, name, layers)
+    activations = _activations(case, each, in_flight(case, name), layers)
     logits = _logits(case) * (1.0 if name == "last" else (case.strategies.pp == 1))
     buffers = _buffers(case)
     allocated = sum(states.values(), start=np.zeros(1)) + activations + logits + buffers
@@ -81,8 +84,8 @@ def _states(case: Case, layers: Array, parameters: DeviceParameters) -> dict[str
     }
 
 
-def in_flight_layers(case: Case, name: str, layers: Array) -> Array:
-    """Layer activations held at the peak: microbatches in flight × layers.
+def in_flight(case: Case, name: str) -> Array:
+    """Microbatches whose activations a device of the stage holds at the peak; parts of one count as parts.
 
     1F1B and ZB-H1 keep min(m, p - r) microbatches on rank r, GPipe all m, naive one; interleaved 1F1B keeps
     min(m·v, 2 (p - r - 1) + (v - 1) p + 1) chunks of L/v layers (Narayanan et al. 2021).
@@ -102,7 +105,7 @@ def in_flight_layers(case: Case, name: str, layers: Array) -> Array:
         [np.ones_like(one_each), m, chunks],
         default=one_each,
     )
-    return microbatches * layers
+    return microbatches
 
 
 def layer_activation_bytes(case: Case) -> Array:
@@ -136,17 +139,18 @@ def _eager_bytes(case: Case, ffn: Number) -> Array:
     return norms + rotations + case.element_bytes * ffn / strategies.tp
 
 
-def _activations(case: Case, name: str, layers: Array) -> Array:
-    """In flight, plus under full recompute the one layer that is being recomputed; the first stage adds embeddings."""
-    each = layer_activation_bytes(case)
+def _activations(case: Case, each: Array, microbatches: Array, layers: Array) -> Array:
+    """``each`` layer's activations for the microbatches in flight; under full recompute only each layer's input, and
+    all of the one layer that is being recomputed.
+    """
+    strategies, constants = case.strategies, case.constants
     inputs = case.tokens * case.shape.hidden * case.element_bytes / case.norm_split
     full = case.full_recompute
-    part = each * (1 - case.selective_recompute * case.constants.selective_share)
-    held = in_flight_layers(case, name, layers) * np.where(full > 0, inputs, part)
-    held = held + case.constants.message_copies * inputs * in_flight_layers(case, name, np.ones_like(layers))
-    flash = np.asarray(case.constants.flash) > 0.5
-    scores = case.strategies.micro_batch * case.shape.heads / case.strategies.tp * case.shape.sequence**2
-    recomputed = np.where(flash | (case.strategies.recompute == 0), 0.0, scores / case.strategies.cp * 5.0)
+    part = each * (1 - case.selective_recompute * constants.selective_share)
+    held = microbatches * (layers * np.where(full > 0, inputs, part) + constants.message_copies * inputs)
+    flash = np.asarray(constants.flash) > 0.5
+    scores = strategies.micro_batch * case.shape.heads / strategies.tp * case.shape.sequence**2 / strategies.cp
+    recomputed = np.where(flash | (strategies.recompute == 0), 0.0, scores * 5.0)
     return held + full * each + recomputed
 
 
@@ -158,6 +162,3 @@ def _logits(case: Case) -> Array:
 def _buffers(case: Case) -> Array:
     """Messages between stages and the workspace of matrix multiplications and collectives."""
     return 4 * message_bytes(case) * (case.strategies.pp > 1) + 256e6
-
-
-__all__ = ["ITEMS", "StageLayers", "in_flight_layers", "layer_activation_bytes", "memory_bytes", "worst_stage"]

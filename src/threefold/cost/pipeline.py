@@ -19,7 +19,8 @@ from threefold.cost.strategies import SCHEDULE_CODES
 
 @dataclass(frozen=True)
 class PipelineSeconds:
-    """``busy_s`` of the slowest stage, ``bubble_s`` of its waiting, ``message_s`` of exposed messages between stages."""
+    """``busy_s`` of the slowest stage, ``bubble_s`` of its waiting, ``message_s`` of exposed messages between
+    stages."""
 
     busy_s: Array
     bubble_s: Array

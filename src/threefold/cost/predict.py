@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from threefold.cost.shape import Shape
 from threefold.cost.strategies import PRECISION_CODES, Strategies
 
 MEMORY_DOUBT = 0.3
-"""An unstated setting is ruled out where it needs this share more memory than there is, and doubted in proportion below."""
+"""An unstated setting is ruled out where it needs this share more memory than there is, and doubted in proportion
+below."""
 
 Constants = Callable[[str, str], Calibration]
 """Software and device generation -> constants."""
@@ -26,7 +27,10 @@ Constants = Callable[[str, str], Calibration]
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs as configurations: ``row`` says which run each configuration belongs to, ``observed_s`` what it measured."""
+    """Runs as configurations: ``row`` says which run each configuration belongs to, ``observed_s`` what it measured.
+
+    ``guessed``: the run ran, and has other configurations too, so that those which do not fit can be ruled out.
+    """
 
     runs: tuple[Run, ...]
     reasons: tuple[str | None, ...]
@@ -37,6 +41,7 @@ class Batch:
     machine: Machine
     strategies: Strategies
     observed_s: Array
+    guessed: Array
 
 
 def build_batch(runs: Sequence[Run]) -> Batch:
@@ -55,7 +60,9 @@ def build_batch(runs: Sequence[Run]) -> Batch:
         rows += [index] * len(found)
     row = np.array(rows, dtype=np.int64)
     shape = Shape(**{field.name: _column(configurations, field.name) for field in fields(Shape)})
-    strategies = Strategies.build(**_strategy_columns(configurations)) if configurations else Strategies.build().take([])
+    strategies = (
+        Strategies.build(**_strategy_columns(configurations)) if configurations else Strategies.build().take([])
+    )
     machine = _machine(configurations)
     batch = Batch(
         tuple(runs),
@@ -66,10 +73,15 @@ def build_batch(runs: Sequence[Run]) -> Batch:
         shape,
         machine,
         strategies,
-        np.zeros(len(configurations)),
+        observed_s=np.zeros(len(configurations)),
+        guessed=_guessed(runs, row),
     )
-    batch.observed_s[:] = _observed(batch)
-    return batch
+    return replace(batch, observed_s=_observed(batch))
+
+
+def _guessed(runs: Sequence[Run], row: Array) -> Array:
+    ran = np.array([not run.is_oom for run in runs], dtype=bool)
+    return ran[row] & (np.bincount(row, minlength=len(runs))[row] > 1)
 
 
 def _column(configurations: Sequence[Configuration], name: str) -> Array:
@@ -141,7 +153,8 @@ def _observed(batch: Batch) -> Array:
 
 @dataclass(frozen=True)
 class Predictions:
-    """One value a run; NaN where it could not be predicted or measured nothing. ``ratio`` is predicted over measured."""
+    """One value a run; NaN where it could not be predicted or measured nothing. ``ratio`` is predicted over
+    measured."""
 
     step_s: Array
     observed_s: Array
@@ -190,10 +203,8 @@ def predict(batch: Batch, constants: Constants = load_calibration) -> Prediction
 
 def _possible(batch: Batch, peak: Array, usable: Array) -> Array:
     """Weights without the configurations that do not fit, of runs that ran; where none fits, the smallest one stays."""
-    ran = np.array([not run.is_oom for run in batch.runs])[batch.row]
-    guessed = np.bincount(batch.row, minlength=len(batch.runs))[batch.row] > 1
     # The estimate of memory is itself uncertain: what is a little too large may have run.
     doubt = np.clip(1 - (peak / usable - 1) / MEMORY_DOUBT, 1e-6, 1.0)
-    weight = np.where(ran & guessed, batch.weight * doubt, batch.weight)
+    weight = np.where(batch.guessed, batch.weight * doubt, batch.weight)
     total = np.bincount(batch.row, weight, minlength=len(batch.runs))[batch.row]
     return weight / total

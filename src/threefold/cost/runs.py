@@ -1,7 +1,7 @@
 """Published runs: rows of a CSV file as typed values, an empty cell as None. Nothing is guessed here.
 
-The columns are those of ``data/published_runs.csv``; only ``gpu`` and ``n_gpus`` must be there. ``status`` OOM marks a run
-that did not fit. A column ``software`` may name the software generation.
+The columns are those of ``data/published_runs.csv``; only ``gpu`` and ``n_gpus`` must be there. ``status`` OOM marks
+a run that did not fit. A column ``software`` may name the software generation.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ class Shape:
     """L ``layers``, D ``hidden``, H ``heads``, KV ``kv_heads``, K ``head_dim``, F ``ffn``, V ``vocab``, S ``sequence``.
 
     ``gated`` is 1 for an MLP with a gate (three matrices), 0 for two. ``tied``: the head is the embedding. With
-    ``experts`` > 0 a share ``moe_share`` of the layers has, instead of the MLP, experts of width ``expert_ffn`` of which
-    each token visits ``experts_per_token``, beside shared ones of width ``shared_ffn`` in all. ``dropout`` is 1 where
-    dropout masks are kept. ``positions`` are learned position embeddings, 0 for none. ``attention_parameters`` are the
-    matrices of one layer's attention, ``vector_parameters`` everything in a layer that is no matrix.
+    ``experts`` > 0 a share ``moe_share`` of the layers has, instead of the MLP, experts of width ``expert_ffn`` of
+    which each token visits ``experts_per_token``, beside shared ones of width ``shared_ffn`` in all. ``dropout`` is
+    1 where dropout masks are kept. ``positions`` are learned position embeddings, 0 for none.
+    ``attention_parameters`` are the matrices of one layer's attention, ``vector_parameters`` everything in a layer
+    that is no matrix.
     """
 
     layers: Number

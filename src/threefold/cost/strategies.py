@@ -21,7 +21,8 @@ ORDER_CODES: Mapping[str, int] = MappingProxyType(
     {"tp,pp,dp": 0, "tp,dp,pp": 1, "pp,tp,dp": 2, "pp,dp,tp": 3, "dp,tp,pp": 4, "dp,pp,tp": 5}
 )
 PARTITION_CODES: Mapping[str, int] = MappingProxyType({"even": 0, "balanced": 1})
-"""``balanced`` counts the embedding and the head as a layer each, which leaves the first and last stage fewer layers."""
+"""``balanced`` counts the embedding and the head as a layer each, which leaves the first and last stage fewer
+layers."""
 
 _DEFAULTS: Mapping[str, int | bool] = MappingProxyType(
     {
@@ -51,9 +52,9 @@ class Strategies:
     """One array of equal length N a field; ``build`` makes it.
 
     ``cp`` (context) and ``ep`` (expert) are dimensions of the prediction: cp multiplies the devices, ep lies inside dp
-    and splits the experts over it. ``chunks`` are the model chunks of each device (virtual stages). ``num_microbatches``
-    is per replica and step. Codes are those of the tables of this module; order is of the axes, innermost first, with
-    cp between tp and whatever follows it.
+    and splits the experts over it. ``chunks`` are the model chunks of each device (virtual stages).
+    ``num_microbatches`` is per replica and step. Codes are those of the tables of this module; order is of the axes,
+    innermost first, with cp between tp and whatever follows it.
     """
 
     dp: Array
@@ -104,4 +105,6 @@ class Strategies:
     def take(self, indices: ArrayLike) -> Strategies:
         """The strategies at ``indices`` (integers or a mask)."""
         chosen = np.asarray(indices)
+        if chosen.size == 0:
+            chosen = chosen.astype(np.int64)
         return Strategies(*(getattr(self, field.name)[chosen] for field in fields(self)))

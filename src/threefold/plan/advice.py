@@ -13,10 +13,11 @@ from threefold.plan.limits import limits, link_words, stays_in_node
 from threefold.plan.options import balanced_layers, even_layers
 from threefold.plan.plans import Plan
 from threefold.plan.prediction_only import prediction_only
-from threefold.plan.question import Question
+from threefold.plan.question import Question, Resort
 from threefold.plan.what_if import best_with, changed
 from threefold.plan.wording import (
     format_gigabytes,
+    format_seconds,
     layout_words,
     longer,
     loss_words,
@@ -64,6 +65,7 @@ class _Advice:
         yield self._micro_batch()
         yield self._zero()
         yield from self._savings()
+        yield from self._later_resort()
         yield from limits(self.question, self.best)
         yield from self._next_best()
         yield self._batch()
@@ -105,7 +107,7 @@ class _Advice:
         if found.layers_on_card == 0:
             return (
                 f"Wide or deep: too wide. Not even a pipeline with one of the {layers} layers on each card would fit, "
-                f"so layers must be split; widest is the {found.widest}, {format_count(found.widest_elements)} elements."
+                f"so layers must be split; widest is the {found.widest} ({format_count(found.widest_elements)})."
             )
         count = found.layers_on_card
         return (
@@ -225,6 +227,17 @@ class _Advice:
         for name, what in (("offload_optimizer", "optimizer states"), ("offload_param", "parameters")):
             if self.best.size(name):
                 yield f"Offload: {what} live in host memory. Without that {self._without(**{name: 0})}."
+
+    def _later_resort(self) -> Iterator[str]:
+        """What ZeRO stage 3, which was not needed, would promise."""
+        if self.question.resort >= Resort.ZERO_3 or "zero_stage" in self.question.fixed:
+            return
+        other = best_with(replace(self.question, resort=Resort.ZERO_3), zero_stage=3)
+        if other is not None and other.step_s < (1 - WORTH) * self.best.step_s:
+            yield (
+                f"Not needed: ZeRO 3 promises {format_seconds(other.step_s)} ({layout_words(other)}, "
+                f"{settings_words(other)}) if its transfers hide behind computation as well as predicted: --fix zero=3."
+            )
 
     def _without(self, **settings: int) -> str:
         other = changed(self.question, self.best, **settings)

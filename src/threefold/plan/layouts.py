@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from threefold.cost.shape import Shape, shape_of
 from threefold.job.messages import divisors
 from threefold.plan.question import Question
 from threefold.plan.reasons import Reason
@@ -56,7 +55,7 @@ def layouts(question: Question) -> Iterator[Layout]:
 
 
 def _expert_sizes(question: Question, replicas: int) -> list[int]:
-    experts = int(_shape(question).experts)
+    experts = question.model.num_local_experts
     if "ep" in question.fixed:
         return [question.fixed["ep"]]
     return [size for size in divisors(experts) if replicas % size == 0] if experts else [1]
@@ -64,31 +63,19 @@ def _expert_sizes(question: Question, replicas: int) -> list[int]:
 
 def refusal(layout: Layout, question: Question) -> Reason | None:
     """Why no job can have this layout, whatever its other settings; None where one can."""
-    shape = _shape(question)
-    length = question.sequence_length
+    model = question.model
     checks = (
-        (Reason.HEADS, shape.heads % layout.tp == 0),
-        (Reason.KV_HEADS, shape.kv_heads % layout.tp == 0),
-        (Reason.WIDTH, _widths_divide(shape, layout.tp)),
-        (Reason.LAYERS, layout.pp <= shape.layers),
-        (Reason.SEQUENCE, length % layout.cp == 0),
-        (Reason.EXPERTS, _experts_divide(shape, layout)),
+        (Reason.HEADS, model.num_attention_heads % layout.tp == 0),
+        (Reason.KV_HEADS, model.num_key_value_heads % layout.tp == 0),
+        (Reason.WIDTH, model.intermediate_size % layout.tp == 0 and model.moe_intermediate_size % layout.tp == 0),
+        (Reason.LAYERS, layout.pp <= model.num_hidden_layers),
+        (Reason.SEQUENCE, question.sequence_length % layout.cp == 0),
+        (Reason.EXPERTS, layout.ep == 1 or _experts_divide(model.num_local_experts, layout)),
         (Reason.BATCH, question.global_batch % layout.dp == 0),
         (Reason.MICRO_BATCH, bool(layout.micro_batches(question))),
     )
     return next((reason for reason, holds in checks if not holds), None)
 
 
-def _widths_divide(shape: Shape, tp: int) -> bool:
-    widths = (shape.ffn, shape.expert_ffn, shape.shared_ffn) if shape.experts else (shape.ffn,)
-    return all(int(width) % tp == 0 for width in widths)
-
-
-def _experts_divide(shape: Shape, layout: Layout) -> bool:
-    if layout.ep == 1:
-        return True
-    return int(shape.experts) > 0 and int(shape.experts) % layout.ep == 0 and (layout.dp * layout.cp) % layout.ep == 0
-
-
-def _shape(question: Question) -> Shape:
-    return shape_of(question.model, question.sequence_length)
+def _experts_divide(num_experts: int, layout: Layout) -> bool:
+    return num_experts > 0 and num_experts % layout.ep == 0 and (layout.dp * layout.cp) % layout.ep == 0

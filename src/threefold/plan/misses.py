@@ -10,7 +10,7 @@ from threefold.cost.strategies import Strategies
 from threefold.errors import InfeasibleError
 from threefold.plan.plans import Plan, PlanResult, predict
 from threefold.plan.question import Question
-from threefold.plan.what_if import best_with
+from threefold.plan.what_if import best_of
 from threefold.plan.wording import format_gigabytes, layout_words, settings_words
 from threefold.report.words import format_count
 
@@ -62,7 +62,7 @@ def _remedies(question: Question, plans: list[Plan]) -> Iterator[str]:
 def _without_decisions(question: Question) -> Iterator[str]:
     for name in question.fixed:
         fixed = {key: value for key, value in question.fixed.items() if key != name}
-        plan = best_with(replace(question, fixed=fixed))
+        plan = best_of(replace(question, fixed=fixed))
         if plan is not None:
             yield f"leave --fix {name} out: {_fit_words(plan)}"
 
@@ -70,7 +70,7 @@ def _without_decisions(question: Question) -> Iterator[str]:
 def _more_nodes(question: Question) -> Iterator[str]:
     nodes, factor = question.hardware.nodes, 2
     while factor <= MOST_NODES:
-        plan = best_with(replace(question, hardware=replace(question.hardware, nodes=nodes * factor)))
+        plan = best_of(replace(question, hardware=replace(question.hardware, nodes=nodes * factor)))
         if plan is not None:
             yield f"{nodes * factor} nodes instead of {nodes}: {_fit_words(plan)}"
             return
@@ -85,7 +85,7 @@ def _larger_device(question: Question, plans: list[Plan]) -> Iterator[str]:
         (other for other in larger if other.memory_bytes > device.memory_bytes), key=lambda d: d.memory_bytes
     )
     for other in larger:
-        plan = best_with(replace(question, hardware=replace(question.hardware, device=other)))
+        plan = best_of(replace(question, hardware=replace(question.hardware, device=other)))
         if plan is not None:
             yield f"devices with {format_gigabytes(other.memory_bytes)}, like {other.name}: {_fit_words(plan)}"
             return
@@ -95,7 +95,7 @@ def _larger_device(question: Question, plans: list[Plan]) -> Iterator[str]:
 
 def _shorter_sequences(question: Question) -> Iterator[str]:
     for length in (question.sequence_length // 2, question.sequence_length // 4):
-        plan = best_with(replace(question, sequence_length=length)) if length else None
+        plan = best_of(replace(question, sequence_length=length)) if length else None
         if plan is not None:
             yield f"sequences of {length} tokens: {_fit_words(plan)}"
             return

@@ -9,12 +9,13 @@ import numpy as np
 
 from threefold.errors import JobError, Problem
 from threefold.job.messages import choices, multiples_around
-from threefold.plan.question import Question
+from threefold.plan.question import Question, Resort
 from threefold.plan.space import Space, build_space
 
 
 def nothing_legal(question: Question) -> JobError:
     """The error with a problem for every decision whose change alone would help, or one for all of them."""
+    question = replace(question, resort=Resort.OFFLOAD)
     problems = [*_decisions(question), *_batch(question)]
     return JobError(problems or [_together(question)])
 

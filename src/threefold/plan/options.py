@@ -23,7 +23,7 @@ from threefold.job.spec import SCHEDULES
 from threefold.layout import split_layers
 from threefold.plan.layouts import Layout
 from threefold.plan.locality import locality
-from threefold.plan.question import Question
+from threefold.plan.question import Question, Resort
 from threefold.plan.reasons import Reason
 
 ONE_F_ONE_B, GPIPE, NAIVE, INTERLEAVED = (
@@ -51,9 +51,14 @@ def values_of(question: Question, name: str, values: Sequence[int]) -> tuple[int
     return (question.fixed[name],) if name in question.fixed else tuple(values)
 
 
-def switch_values(question: Question, name: str) -> tuple[int, ...]:
-    """Off and on, or the fixed one."""
-    return values_of(question, name, (0, 1))
+def sequence_parallel_values(question: Question) -> tuple[int, ...]:
+    """Off and on."""
+    return values_of(question, "sequence_parallel", (0, 1))
+
+
+def offload_values(question: Question, name: str) -> tuple[int, ...]:
+    """Off, and as a last resort on; ``name`` says what is offloaded."""
+    return values_of(question, name, (0, 1) if question.resort >= Resort.OFFLOAD else (0,))
 
 
 def recompute_values(question: Question) -> tuple[int, ...]:
@@ -62,27 +67,28 @@ def recompute_values(question: Question) -> tuple[int, ...]:
 
 
 def zero_values(question: Question) -> tuple[int, ...]:
-    """ZeRO stages."""
-    return values_of(question, "zero_stage", range(4))
+    """ZeRO stages; the third as a resort."""
+    return values_of(question, "zero_stage", range(4 if question.resort >= Resort.ZERO_3 else 3))
 
 
 def order_values(question: Question, layout: Layout) -> Kept:
-    """Axis orders that keep tp inside a node, unless the question fixes the order or a tp that no node holds.
+    """Axis orders that keep tp inside a node; any, where the question fixes a tp that none keeps there.
 
     All else that an order decides is how many ranks of the other axes share a node, so of equal ones the first stands
     for all, and one with fewer on every axis is dropped.
     """
     codes = values_of(question, "order", tuple(ORDER_CODES.values()))
     devices = question.hardware.devices_per_node
-    free = "order" in question.fixed or ("tp" in question.fixed and devices % layout.tp != 0)
     local = {code: locality(asdict(layout), code, devices) for code in codes}
-    inside = [code for code in codes if free or local[code].tp_stays_inside]
+    allowed = [code for code in codes if local[code].tp_stays_inside]
+    if not allowed and "tp" in question.fixed:
+        allowed = list(codes)
     kept: list[int] = []
-    dropped = Counter({Reason.NODE: len(codes) - len(inside)})
-    for code in inside:
+    dropped = Counter({Reason.NODE: len(codes) - len(allowed)})
+    for code in allowed:
         if any(local[other] == local[code] for other in kept):
             dropped[Reason.SAME] += 1
-        elif any(local[other].is_better(local[code]) for other in inside):
+        elif any(local[other].is_better(local[code]) for other in allowed):
             dropped[Reason.DOMINATED] += 1
         else:
             kept.append(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,9 +14,9 @@ from threefold.plan.misses import NothingFitsError, nothing_fits
 from threefold.plan.nothing_legal import nothing_legal
 from threefold.plan.plans import PlanResult, predict
 from threefold.plan.play import played
-from threefold.plan.question import Question, read_fixed
+from threefold.plan.question import Question, Resort, read_fixed
 from threefold.plan.reasons import Reason
-from threefold.plan.search import search
+from threefold.plan.search import Found, seek
 from threefold.plan.space import build_space
 
 DEFAULT_TOP = 5
@@ -40,18 +41,21 @@ def plan(
 def answer(question: Question, top: int = DEFAULT_TOP) -> PlanResult:
     """The answer to ``question``; see ``plan``."""
     start_s = time.perf_counter()
-    space = build_space(question)
-    if not space.legal.any():
+    question, found = seek(question, top)
+    if found is None:
         raise nothing_legal(question)
-    found = search(question, space, top)
     plans = [played(question, one) for one in predict(question, found.strategies)]
     kept = [one for one in plans if one.fits]
-    rejected = found.rejected
-    rejected[Reason.MEMORY] += len(plans) - len(kept)
-    result = PlanResult(
-        question, advise(question, kept), space.searched, found.feasible, 0.0, {str(k): n for k, n in rejected.items()}
-    )
-    result = replace(result, seconds=time.perf_counter() - start_s)
+    searched, rejected = _counts(question, found, len(plans) - len(kept))
+    advised = advise(question, kept)
+    result = PlanResult(question, advised, searched, found.feasible, time.perf_counter() - start_s, rejected)
     if not kept:
         raise NothingFitsError(nothing_fits(question, found.misses), result)
     return result
+
+
+def _counts(question: Question, found: Found, num_dropped: int) -> tuple[int, Mapping[str, int]]:
+    """All candidates, and the rejected ones by reason, those of resorts that were not needed among them."""
+    searched = build_space(replace(question, resort=Resort.OFFLOAD)).searched
+    rejected = found.rejected + Counter({Reason.RESORT: searched - found.searched, Reason.MEMORY: num_dropped})
+    return searched, {str(reason): count for reason, count in rejected.items()}

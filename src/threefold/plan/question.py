@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from types import MappingProxyType
 
 from threefold.cost.hardware import Hardware
@@ -43,6 +44,18 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 LARGEST = 10**9
 
 
+class Resort(IntEnum):
+    """What the search may take to, each only when nothing fits without it.
+
+    How fast these are hangs on how well transfers hide behind computation, which is what a prediction knows least
+    about. So models are split by tp and pp first.
+    """
+
+    ORDINARY = 0
+    ZERO_3 = 1
+    OFFLOAD = 2
+
+
 @dataclass(frozen=True)
 class Question:
     """``global_batch`` is in sequences of ``sequence_length`` tokens; ``fixed`` is what the search must not change."""
@@ -52,6 +65,7 @@ class Question:
     hardware: Hardware
     global_batch: int
     fixed: Fixed = field(default_factory=lambda: MappingProxyType({}))
+    resort: Resort = Resort.ORDINARY
 
     @property
     def num_devices(self) -> int:
@@ -114,4 +128,4 @@ def _refusal(name: str, known: str, value: object) -> Problem:
         return Problem(key, f"{value!r} is not one of its values", f"use {choices(WORDS[known])}")
     names = [*SIZES, *WORDS, *ALIASES]
     near = nearest_word(name, names)
-    return Problem(key, "is nothing that can be fixed", f"use {near or choices(names)}")
+    return Problem(key, "is nothing that can be fixed", f"use {near or ', '.join(names)}")

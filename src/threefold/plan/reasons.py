@@ -23,5 +23,6 @@ class Reason(StrEnum):
     HOST_MEMORY = "offloaded states exceed the memory of the hosts"
     SAME = "the same as a simpler candidate"
     DOMINATED = "never better than another candidate, which fits as well"
+    RESORT = "last resort, which is not needed"
     MEMORY = "does not fit into the device's memory"
     SLOWER = "slower than the plans shown"

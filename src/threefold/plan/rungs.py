@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from threefold.cost.strategies import Array, Strategies
-from threefold.plan.options import NAIVE, ONE_F_ONE_B, recompute_values, switch_values, values_of
+from threefold.plan.options import NAIVE, ONE_F_ONE_B, offload_values, recompute_values, values_of
 from threefold.plan.question import Question
 
 HOST_MEMORY_BYTES = 1e12
@@ -60,8 +60,8 @@ def ladder(question: Question) -> tuple[Rung, ...]:
     """All rungs, from the top down: every rung comes after those that it is below."""
     directions = (
         recompute_values(question),
-        switch_values(question, "offload_optimizer"),
-        switch_values(question, "offload_param"),
+        offload_values(question, "offload_optimizer"),
+        offload_values(question, "offload_param"),
         (0,) if "schedule" in question.fixed or question.fixed.get("chunks", 1) > 1 else (0, 1),
     )
     places = product(*(range(len(values)) for values in directions))

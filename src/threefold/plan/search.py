@@ -9,7 +9,7 @@ lower bound for its siblings.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -17,10 +17,10 @@ import numpy as np
 from threefold.cost.estimate import Estimates, estimate
 from threefold.cost.strategies import Array, Strategies
 from threefold.plan.order import NEAR, ranked, rounded
-from threefold.plan.question import Question
+from threefold.plan.question import Question, Resort
 from threefold.plan.reasons import Reason
 from threefold.plan.rungs import on_rungs
-from threefold.plan.space import Space
+from threefold.plan.space import Space, build_space
 
 BATCH = 4096
 """Strategies judged at once: enough to amortise a call, few enough to stay in the cache."""
@@ -48,8 +48,25 @@ class Found:
 
     strategies: Strategies
     misses: Strategies
+    searched: int
     feasible: int
     rejected: Counter[Reason]
+
+
+def seek(question: Question, top: int) -> tuple[Question, Found | None]:
+    """Search with one resort after the other until something fits; the question says which resort that took.
+
+    Where nothing fits, the last resort's result; None where no candidate is legal.
+    """
+    found = None
+    for resort in Resort:
+        question = replace(question, resort=resort)
+        space = build_space(question)
+        if space.legal.any():
+            found = search(question, space, top)
+            if len(found.strategies):
+                break
+    return question, found
 
 
 def search(question: Question, space: Space, top: int) -> Found:
@@ -128,7 +145,7 @@ class _Climber:
         nowhere = np.zeros_like(fits)
         judged = nowhere if fits.any() else np.isfinite(self.peak_bytes)
         misses = self._best_of_layouts(judged, self.peak_bytes, NUM_MISSES)
-        return Found(strategies, misses, int(fits.sum()), self._rejected(len(strategies)))
+        return Found(strategies, misses, self.space.searched, int(fits.sum()), self._rejected(len(strategies)))
 
     def _best_of_layouts(self, candidates: Array, value: Array, most: int) -> Strategies:
         """The candidate with the least ``value`` of each layout, for the ``most`` best layouts."""

@@ -17,7 +17,7 @@ from threefold.plan.options import (
     order_values,
     partition_values,
     schedule_values,
-    switch_values,
+    sequence_parallel_values,
     zero_values,
 )
 from threefold.plan.question import Question
@@ -78,7 +78,7 @@ class _Builder:
         orders, partitions = order_values(question, layout), partition_values(question, layout)
         pairs, dropped_pairs = schedule_values(question, layout)
         micro_batches = layout.micro_batches(question)
-        switches, stages = switch_values(question, "sequence_parallel"), zero_values(question)
+        switches, stages = sequence_parallel_values(question), zero_values(question)
         one = max(len(micro_batches), 1) * len(switches) * len(stages) * self.per_schedule
         num_pairs = len(pairs) + dropped_pairs.total()
         total = one * orders.num_stated * partitions.num_stated * num_pairs

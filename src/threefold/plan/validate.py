@@ -1,4 +1,5 @@
-"""Scores predictions against published runs: how far off, how honest the interval, how good the ranking and the verdict.
+"""Scores predictions against published runs: how far off, how honest the interval, how good the ranking and the
+verdict.
 
 All shares are fractions: 0.08 is 8 %. An error is predicted over measured, minus 1.
 """
@@ -30,9 +31,9 @@ class Score:
     """Errors of one set of runs; None where no run states what it takes.
 
     ``n`` runs with a time, ``mape`` the mean absolute percentage error of the step time, ``bias`` the mean error,
-    ``coverage90`` the share of runs inside the stated 90 % interval, ``rank_correlation`` (Spearman) and ``regret`` (what
-    the run predicted best loses against the best) of time per sample within groups of ``LEAST_GROUP`` or more, and
-    ``memory_mape``.
+    ``coverage90`` the share of runs inside the stated 90 % interval, ``rank_correlation`` (Spearman) and ``regret``
+    (what the run predicted best loses against the best) of time per sample within groups of ``LEAST_GROUP`` or more,
+    and ``memory_mape``.
     """
 
     n: int
@@ -182,9 +183,7 @@ def _ranks(values: Array) -> Array:
 
 def _fits(batch: Batch, found: Predictions) -> Fits:
     counts = Counter(
-        (run.is_oom, bool(found.fits[index]))
-        for index, run in enumerate(batch.runs)
-        if batch.reasons[index] is None
+        (run.is_oom, bool(found.fits[index])) for index, run in enumerate(batch.runs) if batch.reasons[index] is None
     )
     return Fits(
         true_fit=counts[False, True],

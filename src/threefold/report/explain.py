@@ -12,6 +12,7 @@ from threefold.report.facts import Facts, Grid, Section, TextTable, collect_fact
 from threefold.report.overview import groups_section, job_section, map_section
 from threefold.report.pipelines import schedule_section, schedule_warnings, stages_section
 from threefold.report.placement import placement_warnings
+from threefold.report.prediction import prediction_section
 from threefold.report.sharding import shards_section
 
 MIN_WIDTH = 120
@@ -53,6 +54,7 @@ def explain_sections(job: Job, width: int = MIN_WIDTH) -> list[Section]:
         groups_section(facts),
         stages_section(facts),
         traffic_section(facts),
+        prediction_section(job),
         schedule_section(facts, width),
         shards_section(facts),
         reading_section(facts),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from textwrap import fill
+
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +28,7 @@ def print_plans(result: PlanResult, console: Console | None = None) -> None:
     console.print(plan_table(result.plans))
     console.print()
     for number, plan in enumerate(result.plans, start=1):
-        _print_reasons(console, plan, number, alone=len(result.plans) == 1)
+        _print_reasons(console, plan, number, stated=result.searched == 1)
     if result.searched > 1:
         _print_search(console, result)
 
@@ -71,11 +72,12 @@ def _cells(number: int, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _print_reasons(console: Console, plan: Plan, number: int, alone: bool) -> None:
-    if alone or number == 1:
-        console.print(Text("Prediction" if alone else f"Why {layout_words(plan)}", style="bold"))
+def _print_reasons(console: Console, plan: Plan, number: int, stated: bool) -> None:
+    """``stated``: the plan was not chosen, it is a job's own."""
+    if number == 1:
+        console.print(Text("As it stands" if stated else f"Why {layout_words(plan)}", style="bold"))
         for reason in plan.reasons:
-            console.print(Padding(Text(f"- {reason}"), (0, 0, 0, 1)))
+            console.print(Text(fill(reason, console.width - 1, initial_indent="- ", subsequent_indent="  ")))
         console.print()
     else:
         console.print(Text(f"{number}. {layout_words(plan)} {'; '.join(plan.reasons)}"))
