@@ -57,7 +57,7 @@ def test_200_malformed_jobs_end_before_any_process_starts(
         (["parity", str(DEMO), "--world", "99"], "--world"),
         (["parity", str(DEMO), "--set", "seed.x=1"], "seed"),
         (["train", str(DEMO), "--set", "data.train=nowhere"], "nowhere"),
-        (["train", str(DEMO), "--set", "zero_optimization.stage=2"], "zero_optimization.stage"),
+        (["train", str(DEMO), "--set", "checkpoint.every=2"], "checkpoint.every"),
         (["train", str(DEMO), "--set", "cluster.device=a100-80gb", "--set", "data.train=nowhere"], "cluster.device"),
         (["explain", "no-such-file.json"], "no-such-file.json"),
         (["check", str(DEMO), "--set", "paralelism.tp.size=2"], "parallelism"),

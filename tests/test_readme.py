@@ -88,7 +88,7 @@ def test_the_article_job_is_64_devices_as_4_pipelines_of_2_nodes(workplace: Path
     assert (job.micro_batch, job.num_microbatches, job.train_batch_size) == (4, 8, 128)
     assert job.zero_optimization.stage == 3
     assert job.fp16.enabled
-    assert {problem.key.split(".")[0] for problem in check_trainable(job)} >= {"zero_optimization", "fp16"}
+    assert check_trainable(job) == []
     _, output = run("threefold explain examples/article-64xa100.json", workplace)
     for sentence in ("Each node is one tp group", "Two nodes form a pipeline", "There are four pipelines"):
         assert sentence in output

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from threefold.layout import AXES, Layout, Shard
 from threefold.parallel.activity import NullActivity
+from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.collectives import Group, Pending, ReduceOp, Traffic
+from threefold.parallel.data import DataParallel
 from threefold.parallel.mesh import Mesh, group_name, tied_name, tied_ranks
-from threefold.parallel.stage import ShardedParameter
+from threefold.parallel.stage import ShardedParameter, Stage
 
 
 def silent_group(size: int = 1, index: int = 0, axis: str = "tp") -> Group:
@@ -71,3 +73,11 @@ def whole_parameter(name: str, shape: tuple[int, ...], sum_over: Group, *, train
     """An entry for a parameter that is not split."""
     parameter = nn.Parameter(torch.randn(shape), requires_grad=trained)
     return ShardedParameter(name, parameter, Shard(None, (), shape[0]), shape, sum_over, sum_over, owns_norm=True)
+
+
+def data_parallel(entries: Sequence[ShardedParameter], dp: Group, policy: ShardingPolicy) -> DataParallel:
+    """The engine over some parameters, each of which is a part of its own."""
+    stage = Stage([], is_first=True, is_last=True)
+    stage.sharded = tuple(entries)
+    stage.part_of = {entry.name: index for index, entry in enumerate(entries)}
+    return DataParallel(stage, dp, policy)

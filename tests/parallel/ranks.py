@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from threefold.job import Job
@@ -14,10 +13,11 @@ from threefold.layout import Shard
 from threefold.measure.parity import replica_samples
 from threefold.measure.worker_pool import WorkerContext
 from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
+from threefold.parallel.norms import clip_factor
 from threefold.parallel.replicas import hash_tensor
 from threefold.train.data.source import SampleSource
 from threefold.train.data.synthetic import SyntheticTokens
-from threefold.train.optimizer import build_optimizer
+from threefold.train.optimizer import ShardedOptimizer
 
 
 @dataclass
@@ -56,14 +56,14 @@ def run_steps(
     """Train ``steps`` steps with the job's optimizer and clipping; the traffic is that of the last step."""
     engine = build_engine(job, build_job_mesh(job, context.rank, activity=context.activity))
     source = source or tokens_of(job, ignored_fraction=0.4)
-    optimizer = build_optimizer(job.optimizer, engine.parameters)
+    optimizer = ShardedOptimizer(job.optimizer, engine.data)
     run = RankRun()
     if evaluate_first:
         run.evaluations.append(engine.evaluate(replica_samples(job, engine.mesh.coord.dp, 0), source.batch).loss)
     for step in range(steps):
         engine.mesh.traffic.clear()
         result = engine.train_step(
-            replica_samples(job, engine.mesh.coord.dp, step), source.batch, updater(engine, optimizer)
+            replica_samples(job, engine.mesh.coord.dp, step), source.batch, updater(job, optimizer)
         )
         run.losses.append(result.loss)
         run.norms.append(result.grad_norm)
@@ -71,15 +71,15 @@ def run_steps(
     traffic = engine.mesh.traffic
     run.traffic = {key: (traffic.calls[key], traffic.payload_bytes[key]) for key in traffic.calls}
     engine.check_replicas(steps)
-    run.hashes = {entry.name: hash_tensor(entry.parameter) for entry in engine.parameters}
-    run.note_parameters(engine)
+    with engine.data.whole_parameters():
+        run.hashes = {entry.name: hash_tensor(entry.parameter) for entry in engine.parameters}
+        run.note_parameters(engine)
     return run
 
 
-def updater(engine: Engine, optimizer: torch.optim.Optimizer) -> Callable[[StepResult], None]:
+def updater(job: Job, optimizer: ShardedOptimizer) -> Callable[[StepResult], None]:
     def update(result: StepResult) -> None:
-        engine.clip(result.grad_norm)
-        optimizer.step()
+        optimizer.step(job.optimizer.params.lr, clip_factor(result.grad_norm, job.gradient_clipping))
 
     return update
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.jobs import small_job
-from tests.parallel.fakes import RecordingGroup, silent_group, whole_parameter
+from tests.parallel.fakes import RecordingGroup, data_parallel, silent_group, whole_parameter
 from tests.parallel.ranks import RankRun, replica_samples, run_steps, tokens_of
 from threefold.job import Job
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel.activity import NullActivity
+from threefold.parallel.buckets import ShardingPolicy, build_buckets
 from threefold.parallel.collectives import Group, Pending, ReduceOp
-from threefold.parallel.data import GradientSync, build_buckets
 from threefold.parallel.engine import build_engine, build_job_mesh
 from threefold.parallel.stage import ShardedParameter
 
@@ -27,7 +27,8 @@ def parameters_of(*sizes: int, group: Group = DP) -> list[ShardedParameter]:
 
 
 def names_in(parameters: list[ShardedParameter], limit: int) -> list[list[str]]:
-    return [[entry.name for entry in bucket.entries] for bucket in build_buckets(parameters, DP, limit, overlap=True)]
+    buckets = build_buckets(parameters, DP, ShardingPolicy(limit), {})
+    return [[entry.name for entry in bucket.entries] for bucket in buckets]
 
 
 @pytest.mark.parametrize(
@@ -45,25 +46,24 @@ def test_buckets_are_filled_in_the_order_in_which_backward_finishes(limit: int, 
 
 def test_what_is_summed_over_other_ranks_is_apart_and_comes_later() -> None:
     parameters = [*parameters_of(2, 2), whole_parameter("norm", (2,), OTHER), whole_parameter("last", (2,), DP)]
-    buckets = build_buckets(parameters, DP, 100, overlap=True)
+    buckets = build_buckets(parameters, DP, ShardingPolicy(100), {})
     assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [["last", "p1", "p0"], ["norm"]]
     assert [bucket.group for bucket in buckets] == [DP, OTHER]
-    assert [bucket.early for bucket in buckets] == [True, False]
-    assert not any(bucket.early for bucket in build_buckets(parameters, DP, 100, overlap=False))
+    assert [bucket.over_dp for bucket in buckets] == [True, False]
 
 
 def test_frozen_parameters_are_in_no_bucket() -> None:
     parameters = [*parameters_of(2), whole_parameter("frozen", (3,), DP, trained=False)]
     assert names_in(parameters, 100) == [["p0"]]
-    sync = GradientSync(parameters, DP, 100, overlap=True)
+    sync = data_parallel(parameters, DP, ShardingPolicy(100))
     sync.begin_step()
     assert parameters[1].parameter.grad is None
 
 
 def test_gradients_are_views_into_their_bucket_and_stay_it() -> None:
     parameters = [whole_parameter("a", (3, 2), DP), whole_parameter("b", (2,), DP)]
-    sync = GradientSync(parameters, DP, 100, overlap=True)
-    flat = sync.buckets[0].flat
+    sync = data_parallel(parameters, DP, ShardingPolicy(100))
+    flat = sync.buckets[0].grads
     assert flat.numel() == 8
     for _ in range(2):
         sync.begin_step()
@@ -75,7 +75,7 @@ def test_gradients_are_views_into_their_bucket_and_stay_it() -> None:
             grad = entry.parameter.grad
             assert grad is not None
             assert grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    sync.scale(0.5)
+    sync.hand_gradients(0.5)
     assert torch.equal(flat, torch.full((8,), 3.0))
 
 
@@ -92,25 +92,26 @@ class Chain:
     def __post_init__(self) -> None:
         self.group = RecordingGroup(self.events, axis="dp")
         self.entries = [whole_parameter(f"p{index}", (4,), self.group) for index in range(3)]
-        self.sync = GradientSync(self.entries, self.group, 4, self.overlap)
+        self.sync = data_parallel(self.entries, self.group, ShardingPolicy(4, overlap=self.overlap))
         for entry in self.entries:
             name = entry.name
             entry.parameter.register_hook(lambda _, name=name: self.events.append(f"gradient of {name}"))
 
-    def backward(self) -> None:
+    def backward(self, is_last: bool = True) -> None:
+        self.sync.before_backward(is_last)
         x = torch.ones(4)
         for entry in self.entries:
             x = torch.tanh(x * entry.parameter)
         x.sum().backward()
+        self.sync.after_backward()
 
 
 def test_a_complete_bucket_travels_while_backward_goes_on() -> None:
     chain = Chain()
     chain.sync.begin_step()
-    chain.backward()
+    chain.backward(is_last=False)
     assert chain.events == ["gradient of p2", "gradient of p1", "gradient of p0"]
     chain.events.clear()
-    chain.sync.arm()
     chain.backward()
     chain.sync.finish()
     started, waited = "all_reduce started", "all_reduce waited for"
@@ -128,7 +129,6 @@ def test_a_complete_bucket_travels_while_backward_goes_on() -> None:
 def test_without_overlap_everything_starts_after_backward() -> None:
     chain = Chain(overlap=False)
     chain.sync.begin_step()
-    chain.sync.arm()
     chain.backward()
     assert "all_reduce started" not in chain.events
     chain.sync.finish()
@@ -139,7 +139,7 @@ def test_buckets_start_in_the_same_order_whatever_completes_first() -> None:
     """Ranks whose backward runs in another order must still post the same collectives."""
     chain = Chain()
     chain.sync.begin_step()
-    chain.sync.arm()
+    chain.sync.before_backward(is_last=True)
     for index in (0, 1):
         chain.entries[index].parameter.sum().backward()
     assert "all_reduce started" not in chain.events
@@ -150,7 +150,7 @@ def test_buckets_start_in_the_same_order_whatever_completes_first() -> None:
 def test_a_parameter_without_a_gradient_holds_nobody_up() -> None:
     chain = Chain()
     chain.sync.begin_step()
-    chain.sync.arm()
+    chain.sync.before_backward(is_last=True)
     chain.entries[1].parameter.sum().backward()
     chain.sync.finish()
     assert chain.events.count("all_reduce started") == 3
@@ -181,7 +181,7 @@ def actions_that_reduce(context: WorkerContext, job: Job) -> list[list[str]]:
     activity = CurrentAction()
     mesh = build_job_mesh(job, context.rank, activity=activity)
     engine = build_engine(job, mesh)
-    flats = {id(bucket.flat) for bucket in engine.gradients.buckets}
+    flats = {id(bucket.grads) for bucket in engine.data.buckets}
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         honest = Group.all_reduce
@@ -217,9 +217,10 @@ def test_bucket_size_and_overlap_do_not_change_a_bit(pool: WorkerPool) -> None:
 
 
 def test_an_empty_rank_has_nothing_to_sum() -> None:
-    sync = GradientSync([], silent_group(), 100, overlap=True)
+    sync = data_parallel([], silent_group(), ShardingPolicy(100))
     sync.begin_step()
-    sync.arm()
+    sync.before_backward(is_last=True)
+    sync.after_backward()
     sync.finish()
-    sync.scale(0.5)
+    sync.hand_gradients(0.5)
     assert sync.buckets == ()

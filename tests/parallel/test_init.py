@@ -145,8 +145,8 @@ def test_gradients_pass_where_values_do() -> None:
 @pytest.mark.parametrize(
     ("name", "sequence_parallel", "dim"),
     [
-        ("layers.3.attention.dropout", False, 1),
-        ("layers.3.attention.dropout", True, 1),
+        ("layers.3.attention.core.dropout", False, 1),
+        ("layers.3.attention.core.dropout", True, 1),
         ("layers.3.mlp_dropout", False, None),
         ("layers.3.mlp_dropout", True, 1),
         ("embed.dropout", True, 1),

@@ -26,6 +26,7 @@ from threefold.measure.layouts import parse_layout
 from threefold.measure.parity import ParitySettings, run_parity
 from threefold.measure.reference import run_reference
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
+from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.collectives import Group, Pending
 from threefold.parallel.engine import Engine, EngineOptions, StepResult, build_engine, build_job_mesh
 from threefold.parallel.mesh import build_mesh
@@ -33,7 +34,7 @@ from threefold.parallel.stage import TensorParallelPlan, build_stage
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
 from threefold.schedule import build_schedule, peak_live_microbatches
 from threefold.train.data.synthetic import SyntheticTokens
-from threefold.train.optimizer import build_optimizer
+from threefold.train.optimizer import ShardedOptimizer
 
 TINY = GPT2 | {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11, "max_position_embeddings": 4}
 SCHEDULES = ("naive", "gpipe", "1f1b")
@@ -247,7 +248,7 @@ def copy_through_stages(context: WorkerContext, schedule: str) -> list[float]:
     mesh = build_mesh(Layout(pp=3), context.rank, activity=context.activity)
     plan = TensorParallelPlan({"*": StyleRule(Style.VOCAB)})
     stage = build_stage(model, split_layers(5, 3, (2, 1, 2)), mesh, plan)
-    options = EngineOptions(schedule, microbatches, (2, sequence, width), torch.float64, 100)
+    options = EngineOptions(schedule, microbatches, (2, sequence, width), torch.float64, ShardingPolicy(100))
     part = VocabPart(mesh.tp, width, 0, width)
     engine = Engine(stage, mesh, lambda logits, labels: cross_entropy_sum(logits, labels, part), options)
     samples = [range(2 * index, 2 * index + 2) for index in (3, 0, 4, 1, 2)]
@@ -359,7 +360,7 @@ def test_all_stages_know_loss_norm_and_the_wish_to_stop(pool: WorkerPool) -> Non
 def stop_on_rank_2(context: WorkerContext) -> list[StepResult]:
     job = tiny_job(4, 4)
     engine = build_engine(job, build_job_mesh(job, context.rank, activity=context.activity))
-    update = updater(engine, build_optimizer(job.optimizer, engine.parameters))
+    update = updater(job, ShardedOptimizer(job.optimizer, engine.data))
     return [
         engine.train_step(
             replica_samples(job, 0, step), tokens_of(job).batch, update, stop=step == 1 and context.rank == 2

@@ -61,7 +61,7 @@ def test_the_articles_job():
     assert "= 4 × 8 × 4 = 128 sequences" in text
     assert "The job states no cluster: eight devices a node are assumed." in text
     assert "optimizer states live in host memory" in text
-    assert "fp16.enabled:" in text, "what does not run yet is named"
+    assert "data: is missing" in text, "what training needs is named"
     assert "ZeRO stage 3 talks in each of the 8 microbatches" in text
     assert "1/9 = 11.1%" in text
     assert "Worth a second look" not in text

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from tests.jobs import GPT2, LLAMA, small_job
-from tests.parallel.fakes import silent_group, silent_mesh, whole_parameter
+from tests.parallel.fakes import data_parallel, silent_group, silent_mesh
 from tests.parallel.ranks import RankRun, all_equal, whole_parameters
 from threefold.errors import ReplicaError, WorkerError
 from threefold.job import Job, relayout
@@ -26,13 +26,14 @@ from threefold.measure.reference import build_plain_model, mean_loss
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel.activity import NullActivity
 from threefold.parallel.batch import LoadSamples
+from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.dropout import CurrentSamples
 from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
 from threefold.parallel.replicas import hash_tensor
 from threefold.train.data.synthetic import SyntheticTokens
 from threefold.train.learning_rate import learning_rate_schedule
 from threefold.train.metrics import METRICS_FILE, MetricsWriter
-from threefold.train.optimizer import build_optimizer
+from threefold.train.optimizer import ShardedOptimizer
 from threefold.train.trainer import Sources, StopRequest, Trainer, TrainSummary
 
 VALIDATION_SEED = 77
@@ -254,25 +255,20 @@ def train_plainly(job: Job) -> tuple[list[float], nn.Module]:
 def test_weight_decay_spares_biases_and_norms(kind: Any) -> None:
     params = OptimizerParams(lr=0.1, weight_decay=0.5)
     engine = build_engine(small_job(), silent_mesh(Layout(), 0))
-    optimizer = build_optimizer(Optimizer(type=kind, params=params), engine.parameters)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] == 0.5 for p in group["params"]}
-    expected = {
-        id(entry.parameter) for entry in engine.parameters if entry.name.endswith("weight") and "norm" not in entry.name
-    }
-    assert decayed == expected
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(engine.parameters)
-    assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
+    before = {entry.name: entry.parameter.detach().clone() + 1 for entry in engine.parameters}
+    for entry in engine.parameters:
+        entry.parameter.data += 1
+    engine.data.begin_step()  # all gradients are zero
+    ShardedOptimizer(Optimizer(type=kind, params=params), engine.data).step(learning_rate=0.1)
+    for entry in engine.parameters:
+        decays = entry.name.endswith("weight") and "norm" not in entry.name
+        torch.testing.assert_close(entry.parameter.detach(), before[entry.name] * (0.95 if decays else 1.0))
 
 
 def test_a_stage_without_parameters_has_an_optimizer() -> None:
     for kind in ("AdamW", "SGD"):
-        build_optimizer(Optimizer.model_validate({"type": kind}), []).step()
-
-
-def test_only_biases() -> None:
-    entry = whole_parameter("bias", (3,), silent_group())
-    (group,) = build_optimizer(Optimizer(params=OptimizerParams(weight_decay=0.5)), [entry]).param_groups
-    assert group["weight_decay"] == 0.0
+        nothing = data_parallel([], silent_group(), ShardingPolicy(100))
+        ShardedOptimizer(Optimizer.model_validate({"type": kind}), nothing).step(0.1)
 
 
 # How a run ends

@@ -88,7 +88,10 @@ def _not_compared(job: Job) -> list[str]:
     from threefold.job import check_trainable
 
     sections = ("model", "data", "steps")
-    return [f"{p.key}: {p.message}" for p in check_trainable(job) if p.key.split(".")[0] not in sections]
+    found = [f"{p.key}: {p.message}" for p in check_trainable(job) if p.key.split(".")[0] not in sections]
+    if job.precision in ("fp16", "bf16"):
+        found.append(f"{job.precision}: parity runs in the format of --dtype")
+    return found
 
 
 def _choose_layouts(

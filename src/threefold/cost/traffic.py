@@ -11,8 +11,9 @@ algorithm puts on the wire. A ring all-reduce of n bytes over g ranks sends 2 n 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 from threefold.job.spec import Job, ModelSpec
@@ -21,6 +22,8 @@ from threefold.layout.stages import EMBEDDING
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of one element of activations and gradients, by the job's precision."""
+
+RECOMPUTED: Mapping[int, str] = {1: "", 2: " and recomputation"}
 
 SCALAR_BYTES = 8
 """Counts, losses and norms are summed in float64."""
@@ -78,6 +81,16 @@ class _Stage:
         return ELEMENT_BYTES[self.job.precision]
 
     @property
+    def gradient_bytes(self) -> int:
+        """Gradients accumulate, and are summed, in fp32 at least."""
+        return max(self.element_bytes, ELEMENT_BYTES["fp32"])
+
+    @property
+    def forwards(self) -> int:
+        """How often a layer's forward runs for a microbatch: again in backward where it is recomputed."""
+        return 2 if self.job.activation_checkpointing.mode == "full" else 1
+
+    @property
     def tokens(self) -> int:
         """B·S: tokens of one microbatch."""
         return self.job.micro_batch * self.sequence_length
@@ -130,7 +143,9 @@ def _all_reduced(stage: _Stage) -> Iterator[Transfer]:
     def all_reduce(what: str, when: str, count: int) -> Transfer:
         return Transfer("tp", "all_reduce", what, when, stage.activation_bytes, count)
 
-    yield all_reduce("outputs of attention.out and mlp.down", "forward, 2 a layer and microbatch", 2 * L * M)
+    again = stage.forwards
+    when = f"forward{RECOMPUTED[again]}, 2 a layer and microbatch"
+    yield all_reduce("outputs of attention.out and mlp.down", when, 2 * L * M * again)
     yield all_reduce(
         f"input gradients of attention.qkv and {stage.widen}", "backward, 2 a layer and microbatch", 2 * L * M
     )
@@ -146,9 +161,10 @@ def _sequence_parallel(stage: _Stage) -> Iterator[Transfer]:
     def of(operation: str, what: str, when: str, count: int) -> Transfer:
         return Transfer("tp", operation, what, when, stage.activation_bytes, count)
 
-    per_layer = "2 a layer and microbatch"
-    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", f"forward, {per_layer}", 2 * L * M)
-    yield of("reduce_scatter", "outputs of attention.out and mlp.down", f"forward, {per_layer}", 2 * L * M)
+    per_layer, again = "2 a layer and microbatch", stage.forwards
+    forward = f"forward{RECOMPUTED[again]}, {per_layer}"
+    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", forward, 2 * L * M * again)
+    yield of("reduce_scatter", "outputs of attention.out and mlp.down", forward, 2 * L * M * again)
     yield of("all_gather", "output gradients of attention.out and mlp.down", f"backward, {per_layer}", 2 * L * M)
     # The gathered inputs are not kept: memory for them is what sequence parallelism saves.
     yield of("all_gather", f"inputs of attention.qkv and {stage.widen} again", f"backward, {per_layer}", 2 * L * M)
@@ -194,11 +210,15 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
 
 @dataclass(frozen=True)
 class GradientGroup:
-    """Gradients that are summed over the same ``axis``: local elements of each bucket, in the order of filling."""
+    """Gradients that are summed over the same ``axis``: local elements of each bucket, in the order of filling.
+
+    ``uses`` says on how many parts of the model a bucket's parameters are used (a tied embedding on two).
+    """
 
     axis: str
     what: str
     bucket_elements: tuple[int, ...]
+    uses: tuple[int, ...]
 
 
 def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
@@ -206,6 +226,7 @@ def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
 
     Most are summed over dp. Under sequence parallelism each tp rank sees a part of the tokens, so the gradients of
     replicated parameters are summed over dp and tp. A tied embedding is summed over dp and the first and last stage.
+    Under ZeRO stage 3 a bucket over dp never spans two parts of the model.
     """
     if job.model is None:
         raise ValueError("gradient buckets are known only for a job with a model")
@@ -215,17 +236,36 @@ def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
     tied = {EMBEDDING} if job.model.tie_word_embeddings and job.pp > 1 else set()
     partial = _replicated(elements, shards) - tied if job.parallelism.tp.sequence_parallel else set()
     plain = set(elements) - tied - partial
+    used_twice = {EMBEDDING} if job.model.tie_word_embeddings and job.pp == 1 else set()
 
     def group(axis: str, what: str, names: Set[str]) -> GradientGroup:
-        sizes = [size for name, size in elements.items() if name in names]
-        buckets = fill_buckets(sizes, job.zero_optimization.reduce_bucket_size)
-        return GradientGroup(axis, what, tuple(sum(sizes[index] for index in bucket) for bucket in buckets))
+        mine = [name for name in elements if name in names]
+        by_part = axis == "dp" and job.zero_optimization.stage == 3
+        buckets = _fill(mine, elements, job.zero_optimization.reduce_bucket_size, by_part)
+        sizes = tuple(sum(elements[name] for name in bucket) for bucket in buckets)
+        return GradientGroup(axis, what, sizes, tuple(1 + bool(used_twice & set(bucket)) for bucket in buckets))
 
     return (
         group("dp", "gradients", plain),
         group("dp+tp", "gradients of replicated parameters", partial),
         group("dp+pp", "gradient of the tied embedding", tied),
     )
+
+
+def _fill(names: Sequence[str], elements: Mapping[str, int], limit: int, by_part: bool) -> list[list[str]]:
+    """The names in each bucket."""
+    buckets = []
+    for _, run in groupby(names, key=_part_of if by_part else lambda _: ""):
+        part = list(run)
+        filled = fill_buckets([elements[name] for name in part], limit)
+        buckets += [[part[index] for index in bucket] for bucket in filled]
+    return buckets
+
+
+def _part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: ``embed``, ``layers.3``, ``final_norm`` or ``head``."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "layers" else words[0]
 
 
 def _replicated(names: Iterable[str], shards: Mapping[str, Shard]) -> set[str]:
@@ -261,29 +301,37 @@ def _gradients(stage: _Stage) -> Iterator[Transfer]:
     job = stage.job
     group_size = {"dp": job.dp, "dp+tp": job.dp * job.tp, "dp+pp": 2 * job.dp}
     for group in gradient_groups(job, stage.coord):
-        if group_size[group.axis] == 1:
-            continue
-        for elements, count in Counter(group.bucket_elements).items():
-            yield from _reduced(stage, group, elements * stage.element_bytes, count)
+        size = group_size[group.axis]
+        # ZeRO cuts a bucket into equal shards, so it is padded to a multiple of the group.
+        multiple = size if job.zero_optimization.stage else 1
+        padded = [-(-elements // multiple) * multiple for elements in group.bucket_elements]
+        for (elements, uses), count in Counter(zip(padded, group.uses, strict=True)).items():
+            if size > 1:
+                yield from _reduced(stage, group, elements, uses, count)
 
 
-def _reduced(stage: _Stage, group: GradientGroup, payload_bytes: int, count: int) -> Iterator[Transfer]:
-    """Stage 0 all-reduces; ZeRO splits that into a reduce-scatter and all-gathers (Rajbhandari et al. 2020)."""
+def _reduced(stage: _Stage, group: GradientGroup, elements: int, uses: int, count: int) -> Iterator[Transfer]:
+    """Stage 0 all-reduces; ZeRO splits that into a reduce-scatter and all-gathers (Rajbhandari et al. 2020).
+
+    Stages 2 and 3 do so for buckets over dp alone; the few others are gathered as in stage 1.
+    """
     zero, M = stage.job.zero_optimization.stage, stage.job.num_microbatches
-    if zero == 0 or group.axis != "dp":
-        # Only dp buckets start while backward runs: two communicators in flight could lock each other up.
-        when = "backward of the last microbatch" if group.axis == "dp" else "after backward"
-        yield Transfer(group.axis, "all_reduce", group.what, when, payload_bytes, count)
+    axis, early = group.axis, group.axis == "dp"
+    gradient_bytes, parameter_bytes = elements * stage.gradient_bytes, elements * stage.element_bytes
+    # Only dp buckets start while backward runs: two communicators in flight could lock each other up.
+    when = "backward of the last microbatch" if early else "after backward"
+    if zero == 0:
+        yield Transfer(axis, "all_reduce", group.what, when, gradient_bytes, count)
         return
-    if zero == 1:
-        yield Transfer("dp", "reduce_scatter", group.what, "backward of the last microbatch", payload_bytes, count)
+    if zero >= 2 and early:
+        yield Transfer(axis, "reduce_scatter", group.what, "backward of each microbatch", gradient_bytes, count * M)
     else:
-        yield Transfer("dp", "reduce_scatter", group.what, "backward of each microbatch", payload_bytes, count * M)
-    if zero == 3:
+        yield Transfer(axis, "reduce_scatter", group.what, when, gradient_bytes, count)
+    if zero == 3 and early:
         when = "before forward and again before backward of each microbatch"
-        yield Transfer("dp", "all_gather", "parameters", when, payload_bytes, 2 * count * M)
+        yield Transfer(axis, "all_gather", "parameters", when, parameter_bytes, 2 * uses * count * M)
     else:
-        yield Transfer("dp", "all_gather", "updated parameters", "after the optimizer step", payload_bytes, count)
+        yield Transfer(axis, "all_gather", "updated parameters", "after the optimizer step", parameter_bytes, count)
 
 
 def _scalars(stage: _Stage) -> Iterator[Transfer]:

@@ -227,11 +227,6 @@ class NotYet:
     fix: str
 
 
-def _offloads(job: Job, name: str) -> bool:
-    offload = getattr(job.zero_optimization, name)
-    return offload is not None and offload.device != "none"
-
-
 def _has(name: str) -> Callable[[Job], bool]:
     """Whether the model has a feature that models have only when they say so."""
     return lambda job: job.model is not None and getattr(job.model, name) != FEATURES[name]
@@ -297,42 +292,6 @@ MODEL_NOT_YET: tuple[NotYet, ...] = (
 
 NOT_YET: tuple[NotYet, ...] = (
     *MODEL_NOT_YET,
-    NotYet(
-        "zero_optimization.stage",
-        lambda job: job.zero_optimization.stage > 0,
-        "training does not split states over dp yet",
-        "set it to 0",
-    ),
-    NotYet(
-        "zero_optimization.offload_optimizer",
-        lambda job: _offloads(job, "offload_optimizer"),
-        "training does not offload yet",
-        "remove it",
-    ),
-    NotYet(
-        "zero_optimization.offload_param",
-        lambda job: _offloads(job, "offload_param"),
-        "training does not offload yet",
-        "remove it",
-    ),
-    NotYet(
-        "fp16.enabled",
-        lambda job: job.fp16.enabled,
-        "training does not run in float16 yet",
-        "set it to false, which trains in float32",
-    ),
-    NotYet(
-        "bf16.enabled",
-        lambda job: job.bf16.enabled,
-        "training does not run in bfloat16 yet",
-        "set it to false, which trains in float32",
-    ),
-    NotYet(
-        "activation_checkpointing.mode",
-        lambda job: job.activation_checkpointing.mode != "none",
-        "training does not recompute activations yet",
-        'set it to "none"',
-    ),
     NotYet(
         "checkpoint.every",
         lambda job: job.checkpoint.every > 0,

@@ -19,15 +19,19 @@ import torch
 from torch import Tensor
 
 from threefold.job import Job
+from threefold.job.spec import Optimizer
 from threefold.measure.reference import Reference, run_reference
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
 from threefold.parallel.mesh import describe
-from threefold.parallel.stage import ShardedParameter, take_shard
+from threefold.parallel.norms import clip_factor
+from threefold.parallel.stage import take_shard
 from threefold.train.data.order import microbatch_samples
 from threefold.train.data.synthetic import SyntheticTokens
+from threefold.train.optimizer import ShardedOptimizer
 
 FLOAT64_TOLERANCE = 1e-10
+SGD = Optimizer(type="SGD")
 DRIFT_MARGIN = 10.0
 """A layout adds up in another order, which costs about as much as rounding itself; ten times as much is a bug."""
 
@@ -166,9 +170,7 @@ def compare_on_rank(context: WorkerContext, job: Job, settings: ParitySettings, 
     mesh = build_job_mesh(job, context.rank, activity=context.activity)
     engine = build_engine(job, mesh, DTYPES[settings.dtype])
     source = synthetic_source(job, settings)
-    # As a group, which may be empty: a stage without layers has no parameters.
-    group = {"params": [entry.parameter for entry in engine.parameters]}
-    optimizer = torch.optim.SGD([group], lr=settings.learning_rate)
+    optimizer = ShardedOptimizer(SGD, engine.data)
     place = describe(mesh.coord)
     found: list[Difference] = []
     for step in range(settings.steps):
@@ -176,12 +178,11 @@ def compare_on_rank(context: WorkerContext, job: Job, settings: ParitySettings, 
 
         def update(result: StepResult, step: int = step) -> None:
             found.extend(_compare_step(engine, reference, step, result, context.rank, place))
-            engine.clip(result.grad_norm)
-            optimizer.step()
+            optimizer.step(settings.learning_rate, clip_factor(result.grad_norm, job.gradient_clipping))
 
         engine.train_step(replica_samples(job, mesh.coord.dp, step), source.batch, update)
-        values = {entry.name: entry.parameter.detach() for entry in engine.parameters}
-        errors = _tensor_errors(engine.parameters, values, reference.parameters[step])
+        with engine.data.whole_parameters():
+            errors = list(_value_errors(engine, reference.parameters[step]))
         found.extend(Difference("value", name, step, error, context.rank, place) for name, error in errors)
     engine.check_replicas(settings.steps)
     return found
@@ -199,20 +200,36 @@ def _compare_step(
     engine: Engine, reference: Reference, step: int, result: StepResult, rank: int, place: str
 ) -> Iterator[Difference]:
     yield Difference("loss", "loss", step, _relative(result.loss, reference.losses[step]), rank, place)
-    gradients = {entry.name: entry.parameter.grad for entry in engine.parameters if entry.parameter.grad is not None}
-    for name, error in _tensor_errors(engine.parameters, gradients, reference.gradients[step]):
+    for name, error in _gradient_errors(engine, reference.gradients[step]):
         yield Difference("gradient", name, step, error, rank, place)
     yield Difference("norm", "norm", step, _relative(result.grad_norm, reference.norms[step]), rank, place)
 
 
-def _tensor_errors(
-    parameters: Sequence[ShardedParameter], local: Mapping[str, Tensor], whole: Mapping[str, Tensor]
-) -> Iterator[tuple[str, float]]:
-    largest = max(float(tensor.abs().max()) for tensor in whole.values())
-    for entry in parameters:
+def _gradient_errors(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """The error of each gradient that this rank keeps, or of the part of it that it keeps."""
+    scales = _scales(whole)
+    pieces = {piece.entry.name: piece for piece in engine.data.gradient_pieces()}
+    for entry in engine.parameters:
+        piece = pieces.get(entry.name)
+        if piece is None:  # other replicas keep all of it
+            continue
+        expected = take_shard(whole[entry.name], entry.shard).flatten()
+        part = expected[piece.start : piece.start + piece.values.numel()]
+        yield entry.name, _largest_error(piece.values, part, scales[entry.name])
+
+
+def _value_errors(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """The error of each parameter as the model reads it."""
+    scales = _scales(whole)
+    for entry in engine.parameters:
         expected = take_shard(whole[entry.name], entry.shard)
-        scale = max(float(whole[entry.name].abs().max()), _SMALL_TENSOR * largest)
-        yield entry.name, _largest_error(local.get(entry.name), expected, scale)
+        yield entry.name, _largest_error(entry.parameter.detach(), expected, scales[entry.name])
+
+
+def _scales(whole: Mapping[str, Tensor]) -> dict[str, float]:
+    """What errors are relative to."""
+    largest = {name: float(tensor.abs().max()) for name, tensor in whole.items()}
+    return {name: max(value, _SMALL_TENSOR * max(largest.values())) for name, value in largest.items()}
 
 
 def _largest_error(value: Tensor | None, expected: Tensor, scale: float) -> float:
@@ -244,11 +261,8 @@ def measure_drift(dtype: str, rounded: Reference, exact: Reference) -> Drift:
 
 
 def _worst_error(rounded: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    largest = max(float(tensor.abs().max()) for tensor in exact.values())
-    return max(
-        _largest_error(rounded[name], tensor, max(float(tensor.abs().max()), _SMALL_TENSOR * largest))
-        for name, tensor in exact.items()
-    )
+    scales = _scales(exact)
+    return max(_largest_error(rounded[name], tensor, scales[name]) for name, tensor in exact.items())
 
 
 def summarize(layout: str, found: Sequence[Difference], tolerance: float) -> LayoutResult:

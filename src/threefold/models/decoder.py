@@ -99,19 +99,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(spec.hidden_size, width, bias=bias)
         self.out = nn.Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=bias)
         self.rotary = Rotary(spec.head_dim, spec.rope_theta) if spec.model_type == "llama" else None
-        self.dropout = nn.Dropout(spec.attn_pdrop)
+        self.core = AttentionCore(spec)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """``[B, S, D]`` to ``[B, S, D]``."""
         q_BHSK, k_BHSK, v_BHSK = self._split_heads(self.qkv(x_BSD))
         if self.rotary is not None:
             q_BHSK, k_BHSK = self.rotary(q_BHSK), self.rotary(k_BHSK)
-        if self.dropout.p > 0 and self.training:
-            mixed_BHSK = self._attend_with_dropout(q_BHSK, k_BHSK, v_BHSK)
-        else:
-            grouped = self.queries_per_key > 1
-            mixed_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True, enable_gqa=grouped)
-        return self.out(mixed_BHSK.transpose(1, 2).flatten(2))
+        return self.out(self.core(q_BHSK, k_BHSK, v_BHSK).transpose(1, 2).flatten(2))
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The linear layer may return only some of the heads; the proportion of queries to keys is what stays.
@@ -119,6 +114,23 @@ class Attention(nn.Module):
         num_keys = heads.shape[1] // (self.queries_per_key + 2)
         q_BHSK, k_BHSK, v_BHSK = heads.split([self.queries_per_key * num_keys, num_keys, num_keys], dim=1)
         return q_BHSK, k_BHSK, v_BHSK
+
+
+class AttentionCore(nn.Module):
+    """What happens between the two linear layers of attention: softmax(q kᵀ / sqrt(K)) v, over the past only."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.queries_per_key = spec.num_attention_heads // spec.num_key_value_heads
+        self.dropout = nn.Dropout(spec.attn_pdrop)
+
+    def forward(self, q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
+        """Mixed values ``[B, H, S, K]``; keys and values may have fewer heads."""
+        if self.dropout.p > 0 and self.training:
+            return self._attend_with_dropout(q_BHSK, k_BHSK, v_BHSK)
+        grouped = self.queries_per_key > 1
+        return F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, is_causal=True, enable_gqa=grouped)
 
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
         # Written out, since the fused kernels draw their own masks, which then depend on the layout.

@@ -1,82 +1,75 @@
-"""Data parallelism: gradients live in flat buckets, and a bucket's sum over replicas starts as soon as it is complete.
+"""Data parallelism: when gradients are reduced, and when parameters are gathered and freed.
 
-A parameter's ``grad`` is a view into its bucket, so autograd accumulates microbatches in place and the collective
-works in place, without a copy in or out. In the last microbatch a hook counts a bucket's gradients; when the last one
-is there the all-reduce starts, and backward goes on (Li et al. 2020). Gradients are *summed*: the loss was already
-divided by the number of valid tokens in the global batch.
+One engine for plain data parallelism and ZeRO 1-3; the buckets know what this rank keeps, the engine knows when. In a
+backward pass whose gradients must travel (the last of a step, or every one from ZeRO stage 2 on), a hook counts a
+bucket's gradients; when the last one is there its reduction starts, and backward goes on (Li et al. 2020). Gradients
+are *summed*: the loss was already divided by the number of valid tokens in the global batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from threefold.layout import fill_buckets
+from threefold.parallel.buckets import Bucket, Piece, ShardingPolicy, build_buckets
 from threefold.parallel.collectives import Group, Pending
-from threefold.parallel.stage import ShardedParameter
+from threefold.parallel.stage import Stage
 
 
-@dataclass
-class Bucket:
-    """Gradients that travel together: ``flat`` holds those of ``entries`` one after the other."""
+class DataParallel:
+    """Owns the parameters' storage and the gradients of one rank."""
 
-    entries: tuple[ShardedParameter, ...]
-    flat: Tensor
-    group: Group
-    early: bool
-    missing: int = 0
-    pending: Pending | None = None
-    views: list[Tensor] = field(default_factory=list)
-
-
-class GradientSync:
-    """Owns the gradients of one rank: zeroes them, and sums each over the ranks that contribute to it.
-
-    ``bucket_elements`` limits a bucket. With ``overlap`` off, all reductions start after backward.
-    """
-
-    def __init__(self, parameters: Sequence[ShardedParameter], dp: Group, bucket_elements: int, overlap: bool) -> None:
-        self.buckets = build_buckets(parameters, dp, bucket_elements, overlap)
-        self._armed = False
+    def __init__(self, stage: Stage, dp: Group, policy: ShardingPolicy) -> None:
+        self.stage, self.policy = stage, policy
+        self.buckets = build_buckets(stage.sharded, dp, policy, stage.part_of)
+        self._reducing = False
         self._next_early = 0
         for bucket in self.buckets:
-            for entry in bucket.entries:
-                entry.parameter.register_post_accumulate_grad_hook(self._hook_of(bucket))
+            for index, entry in enumerate(bucket.entries):
+                entry.parameter.register_post_accumulate_grad_hook(self._hook_of(bucket, index))
+        if policy.stage >= 3:
+            stage.run_part = _GatheredParts(stage, self.buckets).run
+
+    # A step
 
     def begin_step(self) -> None:
         """Zero all gradients."""
-        self._armed, self._next_early = False, 0
+        self._reducing = False
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing, bucket.pending = len(bucket.entries), None
-            for entry, view in zip(bucket.entries, bucket.views, strict=True):
-                entry.parameter.grad = view
+            bucket.begin_step()
 
-    def arm(self) -> None:
-        """The next backward pass is the last of this step: reduce each bucket as soon as it is complete."""
-        self._armed = True
+    def before_backward(self, is_last: bool) -> None:
+        """A backward pass begins; ``is_last`` says whether it is the last one of the step on this rank."""
+        self._reducing = is_last or self.policy.stage >= 2
+        self._next_early = 0
+        for bucket in self.buckets:
+            bucket.begin_backward()
+
+    def after_backward(self) -> None:
+        """Reduce what stage 2 must not keep and backward left incomplete, as unused parameters do; free stage 3."""
+        for bucket in self.buckets[self._next_early :]:
+            if bucket.shards_gradients:
+                bucket.reduce()
+        for bucket in self.buckets:
+            bucket.free()
+        self._reducing = False
 
     def finish(self) -> None:
         """Start what has not started yet, in an order that is the same on every rank, and wait for all of it."""
         for bucket in self.buckets:
-            if bucket.pending is None:
-                bucket.pending = bucket.group.all_reduce(bucket.flat)
+            if bucket.pending is None and not bucket.shards_gradients:
+                bucket.reduce()
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
+            bucket.finish_reduce()
 
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiply every gradient by ``factor``."""
-        for bucket in self.buckets:
-            bucket.flat.mul_(factor)
-
-    def _hook_of(self, bucket: Bucket):
+    def _hook_of(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def on_gradient(_parameter: Tensor) -> None:
-            if self._armed:
-                bucket.missing -= 1
+            bucket.take_gradient(index)
+            if self._reducing and self.policy.overlap:
                 self._start_complete()
 
         return on_gradient
@@ -85,37 +78,131 @@ class GradientSync:
         # Buckets start in order, never as they happen to complete, so that all ranks post the same collectives.
         while self._next_early < len(self.buckets):
             bucket = self.buckets[self._next_early]
-            if not bucket.early or bucket.missing > 0:
+            if not bucket.over_dp or bucket.missing > 0:
                 return
-            bucket.pending = bucket.group.all_reduce(bucket.flat)
+            bucket.reduce()
             self._next_early += 1
 
+    # What the optimizer sees
 
-def build_buckets(
-    parameters: Sequence[ShardedParameter], dp: Group, bucket_elements: int, overlap: bool
-) -> tuple[Bucket, ...]:
-    """Fill buckets in reverse model order, apart for each group to sum over; those that reduce over dp come first.
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """The tensors that the optimizer updates: one for each bucket, this rank's shard of it."""
+        return [bucket.master for bucket in self.buckets]
 
-    Only these start during backward. Others (tied embeddings, partial gradients under sequence parallelism) use further
-    communicators, and two communicators whose order differs between ranks can lock each other up on CUDA.
+    def hand_gradients(self, factor: float) -> None:
+        """Give each master its gradient, multiplied by ``factor``, in the memory where the optimizer works."""
+        for bucket in self.buckets:
+            gradient = bucket.grad_shard
+            if factor != 1.0:
+                gradient.mul_(factor)
+            bucket.master.grad = gradient.to(bucket.master.device, non_blocking=True)
+        self._synchronize_copies()
+
+    def publish(self) -> None:
+        """Bring the updated values to where the model reads them."""
+        pending = [bucket.publish() for bucket in self.buckets]
+        for entry in pending:
+            entry.wait()
+        self._synchronize_copies()
+
+    def _synchronize_copies(self) -> None:
+        """The CPU optimizer must not read a gradient before its copy has arrived, nor write what is being copied."""
+        if (self.policy.offload_optimizer or self.policy.offload_parameters) and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def gradient_pieces(self) -> Iterator[Piece]:
+        """The reduced gradients that this rank keeps, by parameter."""
+        for bucket in self.buckets:
+            yield from bucket.pieces(bucket.grad_shard)
+
+    def master_pieces(self) -> Iterator[Piece]:
+        """The values that the optimizer updates on this rank, by parameter."""
+        for bucket in self.buckets:
+            yield from bucket.pieces(bucket.master.data)
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Within the context every parameter is whole on this rank; all ranks must enter it together."""
+        gathered = [bucket for bucket in self.buckets if not bucket.present]
+        for bucket in gathered:
+            bucket.gather().wait()
+        try:
+            yield
+        finally:
+            for bucket in gathered:
+                bucket.free()
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared gradient norm, summed in float64: each element of the model counts once.
+
+        What is not finite anywhere makes the sum so, even in a copy that another rank counts.
+        """
+        device = self.buckets[0].device if self.buckets else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for bucket in self.buckets:
+            if bucket.counts_in_norm:
+                pieces = list(bucket.pieces(bucket.grad_shard))
+                norms = torch._foreach_norm([piece.values for piece in pieces])  # pyright: ignore[reportPrivateImportUsage]
+                owned = torch.tensor([float(piece.entry.owns_norm) for piece in pieces], dtype=torch.float64)
+                if pieces:
+                    total += (torch.stack(norms).double().square() * owned.to(total.device)).sum()  # 0 * inf is nan
+        return total
+
+
+class _GatheredParts:
+    """ZeRO stage 3: each part's parameters are gathered before it runs, in forward and backward, and freed after.
+
+    The part that comes next is gathered while this one computes.
     """
-    trained = [entry for entry in reversed(parameters) if entry.parameter.requires_grad]
-    # Not keyed by the group's ranks: with dp = 1, the group of one is a group like any other.
-    groups = {id(entry.sum_over): entry.sum_over for entry in trained}
-    buckets = []
-    # Sorted by name, which is the same order on every rank whatever parameters it holds.
-    for group in sorted(groups.values(), key=lambda group: (group is not dp, group.axis)):
-        members = [entry for entry in trained if entry.sum_over is group]
-        sizes = [entry.parameter.numel() for entry in members]
-        for indices in fill_buckets(sizes, bucket_elements):
-            entries = tuple(members[index] for index in indices)
-            buckets.append(_build_bucket(entries, group, early=overlap and group is dp))
-    return tuple(buckets)
+
+    def __init__(self, stage: Stage, buckets: tuple[Bucket, ...]) -> None:
+        self.stage, self.parts = stage, list(stage.parts)
+        held = {id(entry.parameter): bucket for bucket in buckets for entry in bucket.entries}
+        self.buckets_of = [_buckets_of(part, held) for part in self.parts]
+        self.arriving: dict[int, list[Pending]] = {}
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        """Run one part."""
+        self._need(index, then=index + 1)
+        if x.requires_grad:
+            x = _OnBackward.apply(x, lambda: self._free(index))  # type: ignore[assignment]
+        y = self.stage.compute_part(index, x)
+        if y.requires_grad:
+            y = _OnBackward.apply(y, lambda: self._need(index, then=index - 1))  # type: ignore[assignment]
+        self._free(index)
+        return y
+
+    def _need(self, index: int, then: int) -> None:
+        self._start(index)
+        for pending in self.arriving.pop(index):
+            pending.wait()
+        if 0 <= then < len(self.parts):
+            self._start(then)
+
+    def _start(self, index: int) -> None:
+        if index not in self.arriving:
+            self.arriving[index] = [bucket.gather() for bucket in self.buckets_of[index]]
+
+    def _free(self, index: int) -> None:
+        for bucket in self.buckets_of[index]:
+            bucket.free()
 
 
-def _build_bucket(entries: tuple[ShardedParameter, ...], group: Group, early: bool) -> Bucket:
-    first = entries[0].parameter
-    flat = torch.zeros(sum(entry.parameter.numel() for entry in entries), dtype=first.dtype, device=first.device)
-    pieces = flat.split([entry.parameter.numel() for entry in entries])
-    views = [piece.view(entry.parameter.shape) for piece, entry in zip(pieces, entries, strict=True)]
-    return Bucket(entries, flat, group, early, views=views)
+def _buckets_of(part: nn.Module, held: dict[int, Bucket]) -> list[Bucket]:
+    found = {id(held[id(p)]): held[id(p)] for p in part.parameters() if id(p) in held}
+    return [bucket for bucket in found.values() if bucket.shards_parameters]
+
+
+class _OnBackward(torch.autograd.Function):
+    """Identity that calls a function when the gradient passes back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.call()
+        return grad, None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from threefold.models.init import stream_seed
 from threefold.parallel.collectives import Group
 
-HEAD_SHARDED: Mapping[str, int] = MappingProxyType({"*.attention.dropout": 1})
+HEAD_SHARDED: Mapping[str, int] = MappingProxyType({"*.attention.core.dropout": 1})
 """Dropouts between a column and a row layer -> the dim that is split over tp there, for the built-in decoder."""
 
 

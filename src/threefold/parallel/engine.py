@@ -6,25 +6,34 @@ optimizer) is the trainer's affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from threefold.job import Job, ModelSpec
+from threefold.job.spec import Offload
 from threefold.layout import DECODER_STYLES, Layout, Style, StyleRule, qkv_sizes, shard, split_layers
 from threefold.models.decoder import Decoder
 from threefold.models.init import decoder_initial_value
 from threefold.parallel.activity import ActivityLog
 from threefold.parallel.batch import LoadSamples, ReplicaBatch, load_batch
-from threefold.parallel.data import GradientSync
+from threefold.parallel.buckets import ShardingPolicy
+from threefold.parallel.data import DataParallel
 from threefold.parallel.mesh import Mesh, build_mesh
-from threefold.parallel.norms import clip_factor, local_squared_norm
 from threefold.parallel.pipeline import Hooks, LossSum, PipelineExecutor, StepState
 from threefold.parallel.replicas import check_replicas, make_replicas_equal
-from threefold.parallel.stage import ShardedParameter, Stage, TensorParallelPlan, build_stage
+from threefold.parallel.stage import ShardedParameter, Stage, TensorParallelPlan, build_stage, recompute_modules
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
 from threefold.schedule import build_schedule, forward_only, lower
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""The format in which the model computes, by the job's precision."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,7 @@ class EngineOptions:
     num_microbatches: int
     boundary_shape: tuple[int, ...]
     dtype: torch.dtype
-    bucket_elements: int
-    overlap: bool = True
-    clip_norm: float = 0.0
+    sharding: ShardingPolicy
 
 
 @dataclass(frozen=True)
@@ -62,9 +69,9 @@ class Engine:
         self.stage, self.mesh, self.options = stage, mesh, options
         self.parameters: tuple[ShardedParameter, ...] = stage.sharded
         self.executor = PipelineExecutor({mesh.coord.pp: stage}, mesh, options.boundary_shape, options.dtype, loss_sum)
-        self.gradients = GradientSync(self.parameters, mesh.dp, options.bucket_elements, options.overlap)
         self.schedule = lower(build_schedule(options.schedule, mesh.layout.pp, options.num_microbatches))
         make_replicas_equal(self.parameters)
+        self.data = DataParallel(stage, mesh.dp, options.sharding)
 
     def train_step(
         self,
@@ -73,22 +80,24 @@ class Engine:
         update: Callable[[StepResult], None],
         *,
         stop: bool = False,
+        loss_scale: float = 1.0,
     ) -> StepResult:
         """One pass over this replica's ``samples`` (the sample numbers of each microbatch), then ``update(result)``.
 
-        ``update`` finds the summed gradients in ``parameter.grad``. ``stop`` is this rank's wish to end.
+        ``update`` finds the summed gradients, ``loss_scale`` times as large, in ``data``. ``stop`` is this rank's wish
+        to end.
         """
         self.stage.train()
         batch, num_valid = self._load(samples, load)
-        self.gradients.begin_step()
+        self.data.begin_step()
         results: list[StepResult] = []
 
         def step(state: StepState) -> None:
             results.append(self._summarize(state, num_valid, stop))
             update(results[0])
 
-        hooks = Hooks(before_last_backward=self.gradients.arm, sync=self.gradients.finish, step=step)
-        self.executor.run(self.schedule, batch, max(num_valid, 1), hooks)
+        hooks = Hooks(self.data.before_backward, self.data.after_backward, self.data.finish, step)
+        self.executor.run(self.schedule, batch, max(num_valid, 1), hooks, loss_scale)
         return results[0]
 
     def evaluate(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> StepResult:
@@ -99,15 +108,10 @@ class Engine:
         state = self.executor.run(schedule, batch, max(num_valid, 1))
         return self._summarize(state, num_valid, stop=False, with_norm=False)
 
-    def clip(self, grad_norm: float) -> None:
-        """Scale all gradients so that their global norm is at most the limit."""
-        factor = clip_factor(grad_norm, self.options.clip_norm)
-        if factor < 1.0:
-            self.gradients.scale(factor)
-
     def check_replicas(self, step: int) -> None:
         """Raise ReplicaError, on every rank, when copies of a parameter are not equal."""
-        check_replicas(self.parameters, self.mesh, step)
+        with self.data.whole_parameters():
+            check_replicas(self.parameters, self.mesh, step)
 
     def _load(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> tuple[ReplicaBatch, int]:
         self.mesh.activity.begin_action("load data", -1, -1)
@@ -125,7 +129,7 @@ class Engine:
             sums[0] = state.loss_sum
             sums[1] = num_valid if self.mesh.coord.dp == 0 else 0
         if with_norm:
-            sums[2] = local_squared_norm(self.parameters, self.mesh)
+            sums[2] = self.data.squared_norm() / state.loss_scale**2
         sums[3] = float(stop)
         self.mesh.world.all_reduce(sums).wait()
         loss_sum, valid, squared_norm, stops = sums.tolist()
@@ -157,7 +161,7 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
     """The engine of the built-in decoder that ``job`` describes, on this rank, in ``dtype`` or the job's own."""
     spec, data = job.model, job.data
     assert spec is not None and data is not None, "check_trainable was not called"
-    number_format: torch.dtype = dtype or getattr(torch, job.dtype)
+    number_format = dtype or DTYPES[job.precision]
     sequence_parallel = job.parallelism.tp.sequence_parallel
     layers = split_layers(spec.num_hidden_layers, job.pp, job.parallelism.pp.partition)
     with torch.device("meta"):
@@ -171,11 +175,30 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
         num_microbatches=job.num_microbatches,
         boundary_shape=(job.micro_batch, local_sequence, spec.hidden_size),
         dtype=number_format,
-        bucket_elements=job.zero_optimization.reduce_bucket_size,
-        overlap=job.zero_optimization.overlap_comm,
-        clip_norm=job.gradient_clipping,
+        sharding=sharding_policy(job, number_format),
     )
+    recompute = job.activation_checkpointing.mode
+    stage.recompute_layers = recompute == "full"
+    if recompute == "selective":
+        recompute_modules(stage, "attention.core")
     return Engine(stage, mesh, decoder_loss(spec, mesh), options)
+
+
+def sharding_policy(job: Job, number_format: torch.dtype) -> ShardingPolicy:
+    """How the job's data parallelism stores and sends things when the model computes in ``number_format``."""
+    zero = job.zero_optimization
+
+    def offloads(section: Offload | None) -> bool:
+        return section is not None and section.device == "cpu"
+
+    return ShardingPolicy(
+        bucket_elements=zero.reduce_bucket_size,
+        stage=zero.stage,
+        overlap=zero.overlap_comm,
+        accumulate=torch.float64 if number_format == torch.float64 else torch.float32,
+        offload_optimizer=offloads(zero.offload_optimizer),
+        offload_parameters=offloads(zero.offload_param),
+    )
 
 
 def decoder_loss(spec: ModelSpec, mesh: Mesh) -> LossSum:

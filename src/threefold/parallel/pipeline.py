@@ -31,6 +31,7 @@ class StepState:
 
     batch: ReplicaBatch
     num_valid: float
+    loss_scale: float = 1.0
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     received: dict[Key, tuple[Tensor, Pending]] = field(default_factory=dict)
@@ -46,7 +47,8 @@ class StepState:
 class Hooks:
     """What the schedule's actions mean outside of the pipeline; evaluation uses none of them."""
 
-    before_last_backward: Callable[[], None] = lambda: None
+    before_backward: Callable[[bool], None] = lambda _: None
+    after_backward: Callable[[], None] = lambda: None
     sync: Callable[[], None] = lambda: None
     step: Callable[[StepState], None] = lambda _: None
 
@@ -76,7 +78,14 @@ class PipelineExecutor:
             Kind.RECV_B: self._receive_gradient,
         }
 
-    def run(self, schedule: Schedule, batch: ReplicaBatch, num_valid: float, hooks: Hooks | None = None) -> StepState:
+    def run(
+        self,
+        schedule: Schedule,
+        batch: ReplicaBatch,
+        num_valid: float,
+        hooks: Hooks | None = None,
+        loss_scale: float = 1.0,
+    ) -> StepState:
         """Run this rank's row of a lowered ``schedule``.
 
         The loss is divided by ``num_valid``, the number of valid tokens in the *global* batch, before backward. Returns
@@ -87,11 +96,11 @@ class PipelineExecutor:
         hooks = hooks or Hooks()
         row = schedule.rows[self.mesh.coord.pp]
         last_backward = max((index for index, action in enumerate(row) if action.kind is Kind.B), default=-1)
-        state = StepState(batch, num_valid)
+        state = StepState(batch, num_valid, loss_scale)
         for index, action in enumerate(row):
             self.mesh.activity.begin_action(str(action), action.stage, action.microbatch)
-            if index == last_backward:
-                hooks.before_last_backward()
+            if action.kind is Kind.B:
+                hooks.before_backward(index == last_backward)
             if action.kind is Kind.SYNC:
                 hooks.sync()
             elif action.kind is Kind.STEP:
@@ -99,6 +108,8 @@ class PipelineExecutor:
                 hooks.step(state)
             else:
                 self._do(state, action, schedule)
+            if action.kind is Kind.B:
+                hooks.after_backward()
         self._finish_sends(state)
         return state
 
@@ -143,9 +154,10 @@ class PipelineExecutor:
     def _backward(self, state: StepState, action: Action, schedule: Schedule) -> None:
         key = (action.stage, action.microbatch)
         x, y = state.inputs.pop(key), state.outputs.pop(key)
+        self.stages[action.stage].samples.numbers = state.batch.samples[action.microbatch]  # for what is recomputed
         if action.stage == schedule.num_stages - 1:
             # The true gradient, here and not in the logs: sum over valid tokens / valid tokens of the global batch.
-            gradient = torch.full_like(y, 1.0 / state.num_valid)
+            gradient = torch.full_like(y, state.loss_scale / state.num_valid)
         else:
             gradient, pending = state.received_grads.pop(key)
             pending.wait()

@@ -14,6 +14,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from threefold.layout import Shard, Style, StyleRule, parameter_kind, rule_for, shard
 from threefold.models.init import InitialValue
@@ -30,7 +31,8 @@ class ShardedParameter:
     ``name`` and ``global_shape`` are those of the plain model; a tied copy carries the name of the original.
     ``copies``: the ranks that hold the same elements, so their values must stay equal.
     ``sum_over``: the ranks whose local gradients add up to the true gradient.
-    ``owns_norm``: whether this rank counts it in the global gradient norm (each element is counted exactly once).
+    ``owns_norm``: whether ``sum_over`` counts it in the global gradient norm; of groups that hold copies of each other,
+    one does.
     """
 
     name: str
@@ -69,12 +71,22 @@ class Stage(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         self.samples = CurrentSamples()
         self.sharded: tuple[ShardedParameter, ...] = ()
+        self.part_of: dict[str, int] = {}
+        self.recompute_layers = False
+        self.run_part: Callable[[int, Tensor], Tensor] = self.compute_part
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the parts in order."""
-        for part in self.parts:
-            x = part(x)
+        """Apply the parts in order, each by ``run_part``, which the data-parallel engine may replace."""
+        for index in range(len(self.parts)):
+            x = self.run_part(index, x)
         return x
+
+    def compute_part(self, index: int, x: Tensor) -> Tensor:
+        """Apply one part; a layer that is to be recomputed keeps its input only."""
+        part = self.parts[index]
+        if self.recompute_layers and torch.is_grad_enabled() and _LAYER_NAME.search(self.part_names[index]):
+            return recompute(part, x)
+        return part(x)
 
     def find(self, name: str) -> ShardedParameter | None:
         """The parameter of that global name, if this stage holds it."""
@@ -82,6 +94,26 @@ class Stage(nn.Module):
 
 
 _LAYER_NAME = re.compile(r"(^|\.)\d+$")
+
+
+def recompute(module: nn.Module, *inputs: Tensor) -> Tensor:
+    """Run ``module`` without keeping its activations; backward computes them again (Chen et al. 2016).
+
+    Dropout masks depend on the sample numbers alone, so no state of a random generator has to be kept.
+    """
+    return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class Recomputed(nn.Module):
+    """Wraps a module whose activations are computed again in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The module's output."""
+        return recompute(self.module, *inputs) if torch.is_grad_enabled() else self.module(*inputs)
 
 
 def model_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -167,6 +199,7 @@ def build_stage(
                 entries.append(made[name])
             setattr(module, local_name, made[name].parameter)
     stage.sharded = _ties_first(entries, list(names), ties)
+    stage.part_of = _part_of(parts, names)
     _apply_styles(stage, parts, mesh.tp, plan, made, names)
     _replace_dropouts(stage, parts, mesh.tp, plan, seed)
     return stage
@@ -198,6 +231,16 @@ def _ties_first(
     """
     shared = sorted((entry for entry in entries if entry.name in ties), key=lambda entry: model_order.index(entry.name))
     return (*shared, *(entry for entry in entries if entry.name not in ties))
+
+
+def _part_of(parts: Sequence[tuple[str, nn.Module]], names: Mapping[str, str]) -> dict[str, int]:
+    """The first part that uses each parameter, by the parameter's name."""
+    found: dict[str, int] = {}
+    for index, part in enumerate(parts):
+        for module_name, module in _modules_with_parameters([part]):
+            for local_name, _ in module.named_parameters(recurse=False):
+                found.setdefault(names[f"{module_name}.{local_name}"], index)
+    return found
 
 
 def _modules_with_parameters(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -237,7 +280,7 @@ def _make(
         global_shape=tuple(parameter.shape),
         copies=_reach(mesh, stages, over_tp=replicated),
         sum_over=_reach(mesh, stages, over_tp=partial),
-        owns_norm=(not replicated or mesh.coord.tp == 0) and mesh.coord.pp == min(stages),
+        owns_norm=partial or not replicated or mesh.coord.tp == 0,
     )
 
 
@@ -323,6 +366,15 @@ def _replace_dropouts(
                 split_dim = split_dim_of(name, plan.sequence_parallel, inside)
                 dropout = SampleDropout(module.p, name, seed, stage.samples, group, split_dim)
                 _replace(stage, index, part_name, name, dropout)
+
+
+def recompute_modules(stage: Stage, pattern: str) -> None:
+    """Do not keep the activations of modules whose name within their part matches ``pattern``."""
+    for index, part in enumerate(list(stage.parts)):
+        for name, module in list(part.named_modules()):
+            if name and fnmatchcase(name, pattern):
+                parent, _, child = name.rpartition(".")
+                stage.parts[index].get_submodule(parent).register_module(child, Recomputed(module))
 
 
 def _replace(stage: Stage, index: int, part_name: str, name: str, replacement: nn.Module) -> None:

@@ -1,35 +1,62 @@
-"""The optimizer of a job over this rank's shards."""
+"""The optimizer of a job over the tensors that this rank keeps: one flat tensor for each bucket, or its shard.
+
+AdamW and SGD treat every element alike, so they can work on flat tensors that know nothing of parameters. What depends
+on the parameter, whether its weights decay, is applied here, to the slices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch import Tensor
 
 from threefold.job.spec import Optimizer
-from threefold.parallel.stage import ShardedParameter
+from threefold.parallel.data import DataParallel
 
 
-def build_optimizer(settings: Optimizer, parameters: Sequence[ShardedParameter]) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) or SGD, as the job says.
+class ShardedOptimizer:
+    """AdamW (Loshchilov & Hutter 2019) or SGD, as the job says, over the masters of ``data``.
 
     Weight decay pulls matrices and embeddings towards zero; biases and norm weights, which have one dimension, keep
     their scale. The rule looks at the global shape, so all copies and shards of a parameter are treated alike.
     """
-    params = settings.params
-    decayed = [entry.parameter for entry in parameters if len(entry.global_shape) >= 2]
-    kept = [entry.parameter for entry in parameters if len(entry.global_shape) < 2]
-    groups = [
-        {"params": decayed, "weight_decay": params.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]] or groups  # a stage without layers has no parameters
-    if settings.type == "SGD":
-        return torch.optim.SGD(groups, lr=params.lr, momentum=params.momentum, foreach=True)
-    return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, foreach=True)
 
+    def __init__(self, settings: Optimizer, data: DataParallel) -> None:
+        self.settings, self.data = settings, data
+        params = settings.params
+        masters = [{"params": data.masters}]
+        self.decoupled = settings.type != "SGD"
+        self.inner: torch.optim.Optimizer = (
+            torch.optim.AdamW(masters, lr=params.lr, betas=params.betas, eps=params.eps, weight_decay=0.0, foreach=True)
+            if self.decoupled
+            else torch.optim.SGD(masters, lr=params.lr, momentum=params.momentum, foreach=True)
+        )
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Use ``learning_rate`` from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    def step(self, learning_rate: float, factor: float = 1.0) -> None:
+        """Update with the gradients times ``factor`` (of clipping and loss scale), and publish the new values."""
+        self.data.hand_gradients(factor)
+        for group in self.inner.param_groups:
+            group["lr"] = learning_rate
+        self._decay(learning_rate)
+        self.inner.step()
+        self.data.publish()
+
+    def _decay(self, learning_rate: float) -> None:
+        decay = self.settings.params.weight_decay
+        if not decay:
+            return
+        values, gradients = self._decayed()
+        if self.decoupled:
+            torch._foreach_mul_(values, 1.0 - learning_rate * decay)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            torch._foreach_add_(gradients, values, alpha=decay)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _decayed(self) -> tuple[list[Tensor], list[Tensor]]:
+        values, gradients = [], []
+        for bucket in self.data.buckets:
+            gradient = bucket.master.grad
+            assert gradient is not None, "gradients were handed over before"
+            for value, part in zip(bucket.pieces(bucket.master.data), bucket.pieces(gradient), strict=True):
+                if len(value.entry.global_shape) >= 2:
+                    values.append(value.values)
+                    gradients.append(part.values)
+        return values, gradients

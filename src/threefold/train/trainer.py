@@ -13,11 +13,13 @@ from types import FrameType
 from threefold.errors import WorkerError
 from threefold.job import Job
 from threefold.parallel.engine import Engine, StepResult
+from threefold.parallel.norms import clip_factor
+from threefold.parallel.precision import LossScaler
 from threefold.train.data.order import microbatch_samples
 from threefold.train.data.source import SampleSource
 from threefold.train.learning_rate import learning_rate_schedule
 from threefold.train.metrics import MetricsWriter, StepMetrics
-from threefold.train.optimizer import build_optimizer, set_learning_rate
+from threefold.train.optimizer import ShardedOptimizer
 
 
 class StopRequest:
@@ -66,7 +68,8 @@ class Trainer:
     ) -> None:
         self.job, self.engine, self.sources, self.metrics = job, engine, sources, metrics
         self.stop = stop or StopRequest()
-        self.optimizer = build_optimizer(job.optimizer, engine.parameters)
+        self.optimizer = ShardedOptimizer(job.optimizer, engine.data)
+        self.scaler = LossScaler.of_job(job.fp16)
         self.learning_rate = learning_rate_schedule(job)
 
     def run(self) -> TrainSummary:
@@ -96,21 +99,23 @@ class Trainer:
             self.sources.train.batch,
             lambda result: self._update(step, rate, result),
             stop=self.stop.wanted,
+            loss_scale=self.scaler.scale,
         )
         self._report(step, rate, result, time.perf_counter() - begin)
         return result
 
     def _update(self, step: int, rate: float, result: StepResult) -> None:
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)) and result.num_valid:
+        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        if not finite and result.num_valid and not self.job.fp16.enabled:
             raise WorkerError(
                 f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}, so training has "
                 f"diverged; parameters are as they were before this step. fix: lower optimizer.params.lr (now "
                 f"{rate:.3g}), lengthen scheduler.warmup_steps or set gradient_clipping "
                 f"(now {self.job.gradient_clipping})"
             )
-        self.engine.clip(result.grad_norm)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        factor = clip_factor(result.grad_norm, self.job.gradient_clipping) / self.scaler.scale
+        if not self.scaler.skips(result.grad_norm):
+            self.optimizer.step(rate, factor)
 
     def _report(self, step: int, rate: float, result: StepResult, step_s: float) -> None:
         done = step + 1
