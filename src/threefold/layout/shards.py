@@ -62,6 +62,18 @@ DECODER_STYLES: Mapping[str, StyleRule] = MappingProxyType(
         "layers.*.mlp.up": StyleRule(Style.COLUMN),
         "layers.*.mlp.gate_up": StyleRule(Style.COLUMN, 2),
         "layers.*.mlp.down": StyleRule(Style.ROW),
+        # Models that are described and counted, but not trained yet: experts, latent attention, further norms.
+        "embed.norm": StyleRule(Style.REPLICATED),
+        "layers.*.attention.[qk]_norm": StyleRule(Style.REPLICATED),
+        "layers.*.attention.q": StyleRule(Style.COLUMN),
+        "layers.*.attention.*_down": StyleRule(Style.REPLICATED),
+        "layers.*.attention.*_down_norm": StyleRule(Style.REPLICATED),
+        "layers.*.attention.*_up": StyleRule(Style.COLUMN),
+        "layers.*.mlp.router": StyleRule(Style.REPLICATED),
+        "layers.*.mlp.shared_gate": StyleRule(Style.REPLICATED),
+        "layers.*.mlp.*.up": StyleRule(Style.COLUMN),
+        "layers.*.mlp.*.gate_up": StyleRule(Style.COLUMN, 2),
+        "layers.*.mlp.*.down": StyleRule(Style.ROW),
         "final_norm": StyleRule(Style.REPLICATED),
         "head": StyleRule(Style.VOCAB),
     }
