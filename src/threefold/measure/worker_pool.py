@@ -8,6 +8,7 @@ talk over loopback only and meet over a file.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -154,6 +155,7 @@ def _serve(connection: Connection) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported lives for ever; to look at it after each call would take longer than that
     while True:
         try:
             call = pickle.loads(connection.recv_bytes())
@@ -163,6 +165,8 @@ def _serve(connection: Connection) -> None:
             reply = (True, _run(call))
         except BaseException:
             reply = (False, traceback.format_exc())
+        # Modules and hooks refer to each other, and so keep process groups alive, each with half a dozen threads.
+        gc.collect()
         with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps(reply))
 

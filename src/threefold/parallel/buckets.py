@@ -107,7 +107,8 @@ class Bucket:
         self.present = True
         self.whole.untyped_storage().resize_(self.padded_size * self.whole.element_size())
         # The tensors that autograd saved are views of this storage, and get back the very values that they had.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.whole):
+        keep_version = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+        with torch.no_grad(), keep_version(self.whole):
             self.arrival = self.group.all_gather_into(self.whole, self.shard.to(self.device, non_blocking=True))
         return self.arrival
 

@@ -8,6 +8,7 @@ are *summed*: the loss was already divided by the number of valid tokens in the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +29,9 @@ class DataParallel:
         self.buckets = build_buckets(stage.sharded, dp, policy, stage.part_of)
         self._reducing = False
         self._next_early = 0
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for index, entry in enumerate(bucket.entries):
-                entry.parameter.register_post_accumulate_grad_hook(self._hook_of(bucket, index))
+                entry.parameter.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), number, index))
         if policy.stage >= 3:
             stage.run_part = _GatheredParts(stage, self.buckets).run
 
@@ -66,13 +67,11 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.finish_reduce()
 
-    def _hook_of(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(_parameter: Tensor) -> None:
-            bucket.take_gradient(index)
-            if self._reducing and self.policy.overlap:
-                self._start_complete()
-
-        return on_gradient
+    def take_gradient(self, number: int, index: int) -> None:
+        """Parameter ``index`` of bucket ``number`` has a gradient: keep it, and start what is now complete."""
+        self.buckets[number].take_gradient(index)
+        if self._reducing and self.policy.overlap:
+            self._start_complete()
 
     def _start_complete(self) -> None:
         # Buckets start in order, never as they happen to complete, so that all ranks post the same collectives.
@@ -148,6 +147,17 @@ class DataParallel:
                 if pieces:
                     total += (torch.stack(norms).double().square() * owned.to(total.device)).sum()  # 0 * inf is nan
         return total
+
+
+def _gradient_hook(engine: weakref.ref[DataParallel], number: int, index: int) -> Callable[[Tensor], None]:
+    """The hook of one parameter; it must not keep the engine alive, since torch holds hooks where gc sees no cycle."""
+
+    def on_gradient(_parameter: Tensor) -> None:
+        data = engine()
+        if data is not None:
+            data.take_gradient(number, index)
+
+    return on_gradient
 
 
 class _GatheredParts:
