@@ -30,7 +30,7 @@ def errors(batch: Batch, ratio: np.ndarray, source: str) -> float:
         ("Narayanan", 0.06),
         ("Korthikanti", 0.06),
         ("llm-foundry", 0.08),
-        ("NVIDIA", 0.15),
+        ("NVIDIA", 0.18),
         ("SimuMax", 0.12),
         ("Llama Team", 0.10),
     ],

@@ -49,6 +49,12 @@ def test_a_model_that_is_only_named_has_the_shape_of_its_preset(tmp_path: Path) 
     assert {(one.shape["hidden"], one.shape["layers"]) for one in found} == {(5120, 40)}
 
 
+def test_a_mixture_of_experts_has_the_shape_of_its_preset(tmp_path: Path) -> None:
+    unsaid = dict.fromkeys(("layers", "hidden", "heads", "ffn", "vocab"), "")
+    found = completed(tmp_path, model_name="DeepSeekV3 (tokendrop)", arch_kind="moe", gpu="H100", n_gpus="8", **unsaid)
+    assert {(one.shape["experts"], one.shape["experts_per_token"]) for one in found} == {(256, 8)}
+
+
 def test_the_vocabulary_follows_from_the_parameter_count(tmp_path: Path) -> None:
     dims = {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn": "14336", "vocab": ""}
     found = completed(tmp_path, params_B="8.86", gpu="H100", n_gpus="8", **dims)
@@ -75,7 +81,8 @@ def test_the_software_generation_is_seen_from_the_row(tmp_path: Path, change: di
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"arch_kind": "moe"}, "mixture of experts"),
+        ({"arch_kind": "moe"}, "mixture of experts without stated dimensions"),
+        ({"arch_kind": "moe", "model_name": "deepseekv3 (4 layers)", "layers": "4"}, "mixture of experts"),
         ({"arch_kind": "hybrid/moe"}, "hybrid"),
         ({"gpu": "abacus"}, "device abacus is not in the table"),
         ({"hidden": ""}, "hidden size is not stated"),

@@ -42,7 +42,7 @@ def test_what_fits_on_one_card_is_trained_with_data_parallelism_alone(model: str
     assert not any(reason.startswith("Wide or deep") for reason in plan.reasons)
 
 
-@pytest.mark.parametrize("batch", [32, 64, 128, 256, 512, 1024, 1536])
+@pytest.mark.parametrize("batch", [32, 64, 256, 1536])
 def test_the_articles_model_is_split_inside_the_nodes_of_its_64_cards(batch: int) -> None:
     plan = best(ask("gpt3-175b", hardware_of(nodes=8), batch, 2048))
     assert 2 <= plan.size("tp") <= 8

@@ -8,6 +8,7 @@ import pytest
 
 from tests.plan.questions import ask, hardware_of
 from threefold.cost.strategies import SCHEDULE_CODES, Strategies
+from threefold.plan.limits import limits
 from threefold.plan.plans import predict
 from threefold.plan.play import MOST_ACTIONS, microbatches_played, play, played, step_costs
 from threefold.plan.question import Question
@@ -47,6 +48,7 @@ def test_chunks_share_what_is_said_once_a_device() -> None:
 def test_a_long_play_is_cut() -> None:
     strategy = Strategies.build(dp=1, pp=8, num_microbatches=10**6)
     assert microbatches_played(strategy) == MOST_ACTIONS // 16
+    assert microbatches_played(Strategies.build(dp=1, pp=100, num_microbatches=10**6)) == 300
     assert microbatches_played(Strategies.build(pp=8, num_microbatches=5)) == 5
 
 
@@ -54,3 +56,12 @@ def test_a_plan_that_does_not_fit_when_it_is_played_does_not_fit() -> None:
     plan = predict(QUESTION, Strategies.build(dp=4, pp=4, num_microbatches=16, zero_stage=1, recompute=2))[0]
     assert played(QUESTION, plan).fits
     assert not played(QUESTION, replace(plan, usable_memory_bytes=1e9)).fits
+
+
+def test_the_bubble_of_a_cut_play_is_not_stated() -> None:
+    strategy = Strategies.build(dp=2, pp=8, num_microbatches=64, zero_stage=1)
+    plan = played(QUESTION, predict(QUESTION, strategy)[0])
+    assert any("Played action by action" in words for words in limits(QUESTION, plan))
+    assert plan.timeline is not None
+    cut = replace(plan, timeline=replace(plan.timeline, num_microbatches=32))
+    assert not any("Played action by action" in words for words in limits(QUESTION, cut))

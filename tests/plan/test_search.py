@@ -50,7 +50,7 @@ QUESTIONS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=70, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(QUESTIONS)
 def test_the_search_finds_the_winner_of_brute_force(question: Question) -> None:
     expected, step_s = brute_force(question)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_replanning_keeps_everything_but_the_strategy() -> None:
 
 
 @pytest.mark.parametrize("fixed", [{"cp": 2}, {"schedule": "interleaved_1f1b"}, {"precision": "fp8"}])
-def test_what_training_does_not_do_is_not_written(fixed: dict[str, object]) -> None:
+def test_what_training_does_not_do_is_not_written(fixed: dict[str, Any]) -> None:
     question = ask("gpt2", hardware_of("h100", nodes=2), 64, **fixed)
     plan = answer(question, top=1).plans[0]
     assert any(reason.startswith("prediction only") for reason in plan.reasons)

@@ -87,7 +87,7 @@ def explain(job: JobFile, set_: Overrides = None) -> None:
 @app.command()
 def plan(
     job: Annotated[
-        Path | None, typer.Argument(metavar="[JOB]", help="Job file to plan for, instead of the options below.")
+        Path | None, typer.Argument(metavar="JOB", help="Job file to plan for, instead of the options below.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="A known model, or the path of a Hugging Face config.json.")

@@ -80,6 +80,8 @@ class Calibration:
     """Time of one step of a ring between nodes."""
     tp_exposed: Number = 1.0
     """Share of the tensor-parallel collectives that computation does not hide."""
+    ep_exposed: Number = 1.0
+    """The same of expert parallelism's all-to-alls."""
     split_messages: Number = 0.0
     """1 where tp ranks send a part each of a message between stages also without sequence parallelism."""
     pp_exposed: Number = 1.0
@@ -100,7 +102,7 @@ class Calibration:
     master_sharded: Number = 0.0
     """1 where the fp32 master weights are the parameters themselves, sharded (FSDP): no 16-bit copy is kept."""
     eager: Number = 0.0
-    """1 where norms, rotations and gates run as separate PyTorch operations, each of which keeps its inputs."""
+    """1 where norms, rotations and gates run as separate PyTorch operations that each keep their inputs, or a share."""
     logit_bytes: Number = 10.0
     """Bytes held for each logit at the peak: in 16 bits, in fp32 and its gradient, unless fused in place."""
     reserved_bytes: Number = 2.5e9

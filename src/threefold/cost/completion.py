@@ -10,16 +10,17 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from threefold.cost.hardware import Device, find_device
 from threefold.cost.runs import Run
-from threefold.cost.shape import attention_matrices
+from threefold.cost.shape import attention_matrices, shape_of
 from threefold.cost.strategies import PRECISION_CODES, RECOMPUTE_CODES, SCHEDULE_CODES
 from threefold.errors import JobError
 from threefold.job.presets import presets
+from threefold.job.spec import ModelSpec
 
 VOCABULARIES = (32000, 50304, 51200, 65536, 100352, 128256, 131072, 152064, 250880, 256000)
 """Vocabularies of well-known models, padded as they are trained."""
@@ -57,8 +58,6 @@ def complete(run: Run) -> list[Configuration]:
     """All plausible configurations of ``run``. Raises NotModelledError for a kind that the model lacks."""
     if "hybrid" in run.text["arch_kind"].lower():
         raise NotModelledError("hybrid of attention and state-space layers")
-    if "moe" in run.text["arch_kind"].lower():
-        raise NotModelledError("mixture of experts without stated dimensions")
     try:
         device = find_device(run.text["gpu"])
     except JobError as error:
@@ -109,7 +108,7 @@ def software_of(run: Run, device: Device) -> str:
     sharded = run["zero_stage"] == 3 and (run["pp"] or 1) == 1
     if device.generation in ("volta", "ampere") and not sharded:
         return DEEPSPEED if "deepspeed" in said.lower() else MEGATRON
-    if sharded and (run["tp"] or 1) == 1 and _precision(run, device) in ("bf16", "fp16"):
+    if sharded and (run["tp"] or 1) == 1 and _precision(run, device, MODERN) in ("bf16", "fp16"):
         return FSDP
     return MODERN
 
@@ -135,6 +134,9 @@ def _degrees(run: Run) -> dict[str, float]:
 
 
 def _dimensions(run: Run, device: Device, degrees: Mapping[str, float]) -> Iterator[tuple[dict[str, float], float]]:
+    if "moe" in run.text["arch_kind"].lower():
+        yield from _expert_dimensions(run, device)
+        return
     known = _named_dimensions(run)
     hidden, layers = known.get("hidden"), known.get("layers")
     if hidden is None:
@@ -150,6 +152,16 @@ def _dimensions(run: Run, device: Device, degrees: Mapping[str, float]) -> Itera
             base["head_dim"] = hidden / head_count
             ends = _ends(run, base, known.get("vocab"), device)
             yield {**base, **ends, **_parameters(base, ends)}, weight * share
+
+
+def _expert_dimensions(run: Run, device: Device) -> Iterator[tuple[dict[str, float], float]]:
+    """A mixture of experts has too many dimensions for columns: those of the preset of its name."""
+    name = re.sub(r"\(.*", "", run.text["model_name"].lower().replace("_", "-")).strip()
+    preset = presets().get(re.sub(r"^deepseek(?=v)", "deepseek-", name))
+    if preset is None or (run["layers"] or preset["num_hidden_layers"]) != preset["num_hidden_layers"]:
+        raise NotModelledError("mixture of experts without stated dimensions")
+    for sequence, weight in _sequences(run, device):
+        yield asdict(shape_of(ModelSpec.model_validate(preset), int(sequence))), weight
 
 
 def _named_dimensions(run: Run) -> dict[str, float | None]:
@@ -248,13 +260,15 @@ def _count(base: Mapping[str, float], ends: Mapping[str, float]) -> float:
     return base["layers"] * layer + (2 - ends["tied"]) * ends["vocab"] * base["hidden"]
 
 
-def _precision(run: Run, device: Device) -> str:
-    """bf16 unless stated; "amp_fp8", "mxfp8" and the like are 8-bit, "nvfp4" and the like 4-bit."""
+def _precision(run: Run, device: Device, software: str) -> str:
+    """bf16 unless stated, fp16 in stacks from before bf16 was the habit; names like amp_fp8 and mxfp8 are 8-bit, nvfp4
+    is 4-bit.
+    """
     text = run.text["precision"].lower()
     for name in ("fp8", "fp4", "fp16", "bf16", "fp32"):
         if name in text:
             return name
-    return "fp16" if device.generation == "volta" else "bf16"
+    return "fp16" if device.generation == "volta" or software in UNFUSED else "bf16"
 
 
 def _strategies(
@@ -269,7 +283,7 @@ def _strategies(
         **degrees,
         "zero_stage": zero,
         "sequence_parallel": float(sequence_parallel),
-        "precision": float(PRECISION_CODES[_precision(run, device)]),
+        "precision": float(PRECISION_CODES[_precision(run, device, software)]),
         "order": 1.0,
         "partition": _partition(dims["layers"], degrees["pp"], run["vpp"] or 1),
     }

@@ -154,5 +154,5 @@ def _expert_s(case: Case) -> Array:
     shape, strategies = case.shape, case.strategies
     num_bytes = case.tokens * shape.experts_per_token * shape.hidden * case.element_bytes / case.norm_split
     in_node = np.clip(case.machine.devices_per_node / strategies.tp, 1.0, strategies.ep)
-    passes = 4.0 + 2.0 * case.full_recompute
+    passes = (4.0 + 2.0 * case.full_recompute) * case.constants.ep_exposed
     return shape.moe_share * passes * all_to_all_s(case, num_bytes, strategies.ep, in_node)

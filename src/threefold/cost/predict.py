@@ -21,7 +21,7 @@ MEMORY_DOUBT = 1.0
 """Share of the memory by which an unstated setting may exceed it until it is doubted most; in proportion below."""
 
 LEAST_BELIEF = 0.3
-"""Belief in a setting that needs far more memory than there is: unstated too, activations may have moved to the host."""
+"""Belief in a setting that needs far more memory than there is: activations may have moved to the host, unsaid too."""
 
 Constants = Callable[[str, str], Calibration]
 """Software and device generation -> constants."""
@@ -197,7 +197,7 @@ def predict(batch: Batch, constants: Constants = load_calibration) -> Prediction
         spread=spread,
         memory_bytes=memory,
         usable_bytes=usable,
-        fits=memory <= usable,
+        fits=mean(found.fits.astype(float)) > 0,
     )
 
 

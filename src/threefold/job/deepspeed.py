@@ -48,6 +48,8 @@ TUNING: Mapping[str, str] = {
     "zero_allow_untested_optimizer": "both optimizers work with every stage",
     "zero_force_ds_cpu_optimizer": "there is one implementation of each optimizer",
     "optimizer.legacy_fusion": "there is one implementation of each optimizer",
+    "optimizer.params.cuda_aware": "the backend follows from the device",
+    "optimizer.params.comm_backend_name": "the backend follows from the device",
     "optimizer.params.torch_adam": "there is one implementation of each optimizer",
     "checkpoint.tag_validation": "checkpoints are checked when they are read",
     "checkpoint.load_universal": "any layout loads any checkpoint",
@@ -72,7 +74,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "checkpoint.use_node_local_storage": "name a run directory on the disk that you want",
     "comet": "remove it; metrics are in metrics.jsonl and TensorBoard",
     "comms_logger": "remove it; `threefold explain` lists what each axis communicates",
-    "communication_data_type": "remove it: gradients are reduced in their own format",
     "compile": "remove it: layers run as they are written",
     "compression_training": "remove it: weights are trained as they are",
     "csv_monitor": "remove it; metrics are in metrics.jsonl",
@@ -87,7 +88,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "fp16.auto_cast": "remove it: the whole model runs in the format",
     "fp16.consecutive_hysteresis": "remove it: any overflow counts",
     "fp16.fp16_master_weights_and_grads": "remove it: master weights are in float32",
-    "fp32_allreduce": "remove it: gradients are reduced in their own format",
+    "fp32_allreduce": 'use communication_data_type "fp32" instead',
     "gradient_predivide_factor": "remove it: gradients are divided by the tokens of the global batch",
     "hybrid_engine": "remove it: threefold trains only",
     "moe": "remove it: models are dense",
@@ -160,7 +161,7 @@ _AUTO: Mapping[str, str] = {
 }
 _OWN_SECTIONS = ("model", "data", "cluster")
 
-_OPTIMIZERS: Mapping[str, str] = {"adamw": "AdamW", "adam": "AdamW", "sgd": "SGD"}
+_OPTIMIZERS: Mapping[str, str] = {"adamw": "AdamW", "adam": "AdamW", "sgd": "SGD", "onebitadam": "OneBitAdam"}
 _SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "WarmupLR": {"type": "constant"},
     "WarmupDecayLR": {"type": "linear", "min_lr_ratio": 0.0},

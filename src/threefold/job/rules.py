@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from threefold.errors import Problem
+from threefold.job.compression_rules import COMPRESSION_RULES
 from threefold.job.messages import (
     Findings,
     choices,
@@ -174,8 +175,8 @@ def _offload_has_shards(file: JobFile) -> Iterator[Problem]:
 
 
 def _momentum_is_for_sgd(file: JobFile) -> Iterator[Problem]:
-    if file.optimizer.type == "AdamW" and file.optimizer.params.momentum > 0:
-        message = f"AdamW has no momentum {file.optimizer.params.momentum}; its decay rates are betas"
+    if file.optimizer.type != "SGD" and file.optimizer.params.momentum > 0:
+        message = f"{file.optimizer.type} has no momentum {file.optimizer.params.momentum}; its decay rates are betas"
         yield Problem("optimizer.params.momentum", message, 'remove it, or set optimizer.type to "SGD"')
 
 
@@ -212,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("fp16.enabled", "bf16.enabled", "dtype"), _one_number_format),
     Rule(("zero_optimization",), _offload_has_shards),
     Rule(("optimizer.type", "optimizer.params.momentum"), _momentum_is_for_sgd),
+    *(Rule(needs, check) for needs, check in COMPRESSION_RULES),
     Rule(("scheduler.warmup_steps", "scheduler.total_steps", "steps"), _warmup_fits),
     Rule(("scheduler.batch_scaling", "scheduler.reference_batch_size"), _scaling_has_a_reference),
 )

@@ -174,13 +174,24 @@ class OptimizerParams(Section):
     eps: Positive = Field(default=1e-8, description="AdamW's denominator offset.")
     weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")
     momentum: Probability = Field(default=0.0, description="SGD's momentum.")
+    freeze_step: Steps | None = Field(
+        default=None, description="OneBitAdam's steps of plain Adam, before only signs travel.", examples=[100]
+    )
 
 
 class Optimizer(Section):
-    """The optimizer: AdamW or SGD."""
+    """The optimizer: AdamW, SGD, or Adam whose momentum travels as one bit an element."""
 
-    type: Literal["AdamW", "SGD"] = Field(default="AdamW", description="AdamW or SGD.")
+    type: Literal["AdamW", "SGD", "OneBitAdam"] = Field(default="AdamW", description="AdamW, SGD or OneBitAdam.")
     params: OptimizerParams = OptimizerParams()
+
+
+class GradientCompression(Section):
+    """Gradients of matrices sent between replicas as two thin factors (PowerSGD), the rest fed back later."""
+
+    type: Literal["none", "powersgd"] = Field(default="none", description="none or powersgd.")
+    rank: Count = Field(default=4, description="Columns of the factors.")
+    start_step: StepsOrZero = Field(default=10, description="Steps whose gradients travel whole before it starts.")
 
 
 class Scheduler(Section):
@@ -278,6 +289,12 @@ class Settings(Section):
     )
     fp16: Fp16 = Fp16()
     bf16: Bf16 = Bf16()
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
+        default=None,
+        description="Number format in which gradients are summed over ranks; default: that in which they accumulate.",
+        examples=["bf16"],
+    )
+    gradient_compression: GradientCompression = GradientCompression()
     gradient_clipping: NonNegative = Field(default=0.0, description="Largest global gradient norm; 0 is off.")
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     optimizer: Optimizer = Optimizer()

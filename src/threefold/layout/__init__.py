@@ -1,6 +1,7 @@
 """Integers only: rank <-> coordinate, groups, layers -> stages, global slices of shards (pure)."""
 
 from threefold.layout.buckets import fill_buckets
+from threefold.layout.compression import GradientCompression, compression_of
 from threefold.layout.ranks import AXES, Coord, Layout
 from threefold.layout.shards import (
     DECODER_STYLES,
@@ -21,11 +22,13 @@ __all__ = [
     "AXES",
     "DECODER_STYLES",
     "Coord",
+    "GradientCompression",
     "Layout",
     "Shard",
     "Slice",
     "Style",
     "StyleRule",
+    "compression_of",
     "decoder_shards",
     "fill_buckets",
     "parameter_kind",

@@ -150,7 +150,7 @@ class _Advice:
         return "".join(self._alternative(axis, size) for size in sizes)
 
     def _alternative(self, axis: str, size: int) -> str:
-        if axis in self.question.fixed:
+        if axis in self.question.fixed or self.question.num_devices % size:
             return ""
         other = self._best_with(**{axis: size})
         if other is None:
@@ -211,11 +211,10 @@ class _Advice:
         other = changed(self.question, self.best, zero_stage=stage)
         if not other.fits:
             return f"Stage {stage} needs {format_gigabytes(other.peak_memory_bytes)}, which does not fit."
-        gain = other.step_s / self.best.step_s - 1
-        simpler = (
-            f", and is simpler: --fix zero={stage}" if stage < self.best.size("zero_stage") and gain < WORTH else ""
-        )
-        return f"Stage {stage} takes {longer(self.best, other)}{simpler}."
+        is_close = other.step_s < (1 + WORTH) * self.best.step_s
+        is_simpler = stage < self.best.size("zero_stage")
+        hint = f", and is simpler: --fix zero={stage}" if is_close and is_simpler else ""
+        return f"Stage {stage} takes {longer(self.best, other)}{hint}."
 
     def _savings(self) -> Iterator[str]:
         recompute = self.best.parallelism["recompute"]

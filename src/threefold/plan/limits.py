@@ -23,7 +23,8 @@ def limits(question: Question, plan: Plan) -> Iterator[str]:
         f"{format_gigabytes(plan.peak_memory_bytes)}, {percent(plan.peak_memory_bytes / plan.usable_memory_bytes)} of "
         f"the usable memory, most of it {_largest_items(plan)}."
     )
-    if plan.timeline is not None and plan.size("pp") > 1:
+    is_whole = plan.timeline is not None and plan.timeline.num_microbatches == plan.size("num_microbatches")
+    if plan.timeline is not None and is_whole and plan.size("pp") > 1:
         yield (
             f"Played action by action, the schedule {plan.parallelism['schedule']} leaves the average device a bubble "
             f"of {percent(plan.timeline.bubble_fraction)}."

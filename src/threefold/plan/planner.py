@@ -50,7 +50,8 @@ def answer(question: Question, top: int = DEFAULT_TOP) -> PlanResult:
     advised = advise(question, kept)
     result = PlanResult(question, advised, searched, found.feasible, time.perf_counter() - start_s, rejected)
     if not kept:
-        raise NothingFitsError(nothing_fits(question, found.misses), result)
+        misses = found.misses if len(found.misses) else found.strategies
+        raise NothingFitsError(nothing_fits(question, misses), result)
     return result
 
 

@@ -12,7 +12,7 @@ from threefold.plan.question import Question
 from threefold.schedule import build_schedule
 from threefold.simulate import StepCosts, Timeline, simulate
 
-MOST_ACTIONS = 40_000
+MOST_ACTIONS = 16_000
 """A play with more actions than this is cut to fewer microbatches, so that it takes a fraction of a second."""
 
 

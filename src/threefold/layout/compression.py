@@ -1,0 +1,74 @@
+"""Which gradients are compressed, and how large what is sent instead of them is.
+
+PowerSGD sends two thin factors of a matrix, 1-bit Adam one bit an element. Both the runtime and the cost model ask here,
+so that what is predicted is what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from threefold.job.spec import Job
+
+BITS_OF_BYTE = 8
+SCALE_BYTES = 4
+"""A chunk of sign bits travels with one float32 scale."""
+
+
+@dataclass(frozen=True)
+class GradientCompression:
+    """``kind`` of compression, after ``start_step`` steps whose gradients travel whole; ``rank`` of PowerSGD's factors."""
+
+    kind: Literal["powersgd", "one_bit"]
+    start_step: int
+    rank: int = 1
+
+    def compresses(self, local_shape: Sequence[int], *, all_copies_sum: bool) -> bool:
+        """Whether a parameter of this local shape is compressed: a matrix, where it saves something.
+
+        ``all_copies_sum``: the ranks that hold its copies are those that sum its gradient. Without that (parameters that
+        tensor parallelism replicates) copies would be compressed beside different neighbours, and drift apart.
+        """
+        if len(local_shape) < 2 or not all_copies_sum:
+            return False
+        rows, columns = matrix_shape(local_shape)
+        return self.kind == "one_bit" or factor_rank(local_shape, self.rank) * (rows + columns) < rows * columns
+
+
+def compression_of(job: Job) -> GradientCompression | None:
+    """What the job asks for; None where gradients travel whole."""
+    if job.optimizer.type == "OneBitAdam":
+        return GradientCompression("one_bit", job.optimizer.params.freeze_step or 0)
+    stated = job.gradient_compression
+    return GradientCompression("powersgd", stated.start_step, stated.rank) if stated.type == "powersgd" else None
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """A tensor as a matrix: the first dim, and all others."""
+    return shape[0], prod(shape[1:])
+
+
+def factor_rank(shape: Sequence[int], rank: int) -> int:
+    """The rank of a tensor's factors: no more than the matrix can have."""
+    return min(rank, *matrix_shape(shape))
+
+
+def factor_elements(shapes: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
+    """Elements of the left and of the right factors of all ``shapes`` together."""
+    ranks = [factor_rank(shape, rank) for shape in shapes]
+    sizes = [matrix_shape(shape) for shape in shapes]
+    left = sum(rows * r for (rows, _), r in zip(sizes, ranks, strict=True))
+    return left, sum(columns * r for (_, columns), r in zip(sizes, ranks, strict=True))
+
+
+def chunk_elements(elements: int, ranks: int) -> int:
+    """Elements of the chunk that each rank sums: equal parts, padded to whole bytes of bits."""
+    return -(-elements // (ranks * BITS_OF_BYTE)) * BITS_OF_BYTE
+
+
+def sign_bytes(elements: int, ranks: int) -> int:
+    """Bytes of one pass over all ranks' chunks: the sign bits and the scales."""
+    return ranks * (chunk_elements(elements, ranks) // BITS_OF_BYTE + SCALE_BYTES)
