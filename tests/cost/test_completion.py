@@ -78,6 +78,21 @@ def test_the_software_generation_is_seen_from_the_row(tmp_path: Path, change: di
     assert {one.software for one in completed(tmp_path, **change)} == {software}
 
 
+def test_sparse_and_odd_rows_are_predicted_or_refused_never_a_crash(tmp_path: Path) -> None:
+    for change in (
+        {"recompute": "FULL"},
+        {"precision": "int8"},
+        {"schedule": "dualpipe"},
+        {"heads": "7"},
+        {"global_batch": "1"},
+        {"global_batch": "", "micro_batch": ""},
+        {"vpp": "99", "pp": "8", "tp": "1"},
+        {"zero_stage": "9"},
+        {"params_B": "7.5", "layers": "", "heads": "", "vocab": ""},
+    ):
+        assert sum(one.weight for one in completed(tmp_path, **change)) == pytest.approx(1), change
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -56,7 +56,7 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
         ("optimizer.params.betas", 0.9, "write a list of two numbers"),
         ("scheduler.type", "cosin", 'write "cosine"'),
         ("scheduler.type", "wave", 'write "constant", "linear" or "cosine"'),
-        ("optimizer.type", "Lion", 'write "AdamW" or "SGD"'),
+        ("optimizer.type", "Lion", 'write "AdamW", "SGD" or "OneBitAdam"'),
         ("dtype", "float46", 'write "float64"'),
         ("parallelism.order", 3, 'write it in quotes: "3"'),
     ],

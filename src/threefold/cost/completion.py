@@ -332,8 +332,9 @@ def _recomputes(run: Run, software: str) -> list[tuple[float, float]]:
     """Not stated: most published configurations store what they can, but PyTorch's selective policy is FSDP's habit;
     what does not fit is ruled out later.
     """
-    if run.text["recompute"]:
-        return [(float(RECOMPUTE_CODES[run.text["recompute"]]), 1.0)]
+    stated = run.text["recompute"].lower()
+    if stated:
+        return [(float(RECOMPUTE_CODES[stated]), 1.0)]
     if software == FSDP:
         return [(0.0, 0.2), (1.0, 0.5), (2.0, 0.3)]
     return [(0.0, 0.8), (1.0, 0.1), (2.0, 0.1)]

@@ -42,18 +42,26 @@ class _Generation:
     nvlink_domain: int = 8
 
 
-_HALF = {"fp16": 1.0, "bf16": 1.0}
+def _with_half(**speedups: float) -> Mapping[str, float]:
+    return MappingProxyType({"fp16": 1.0, "bf16": 1.0, **speedups})
+
+
 _GENERATIONS = (
-    _Generation("blackwell-ultra", r"^gb300|^b300", _HALF | {"fp32": 0.033, "fp8": 2.0, "fp4": 6.0}, 63e9, 400e9),
-    _Generation("blackwell", r"^gb200|^b200", _HALF | {"fp32": 0.035, "fp8": 2.0, "fp4": 4.0}, 63e9, 400e9),
-    _Generation("hopper", r"^h100|^h200|^h800", _HALF | {"fp32": 0.068, "fp8": 2.0}, 63e9, 400e9),
-    _Generation("ada", r"^l40s|^rtx-40", _HALF | {"fp32": 0.25, "fp8": 2.0}, 31.5e9, 100e9),
-    _Generation("ampere", r"^a100|^a800|^a10g|^rtx-30", _HALF | {"fp32": 0.0625}, 31.5e9, 100e9),
-    _Generation("volta", r"^v100|^t4", {"fp16": 1.0, "fp32": 0.125}, 15.75e9, 100e9),
-    _Generation("cdna3", r"^mi3", _HALF | {"fp32": 0.125, "fp8": 2.0}, 63e9, 400e9),
-    _Generation("cdna2", r"^mi2", _HALF | {"fp32": 0.125}, 31.5e9, 100e9),
+    _Generation("blackwell-ultra", r"^gb300|^b300", _with_half(fp32=0.033, fp8=2.0, fp4=6.0), 63e9, 400e9),
+    _Generation("blackwell", r"^gb200|^b200", _with_half(fp32=0.035, fp8=2.0, fp4=4.0), 63e9, 400e9),
+    _Generation("hopper", r"^h100|^h200|^h800", _with_half(fp32=0.068, fp8=2.0), 63e9, 400e9),
+    _Generation("ada", r"^l40s|^rtx-40", _with_half(fp32=0.25, fp8=2.0), 31.5e9, 100e9),
+    _Generation("ampere", r"^a100|^a800|^a10g|^rtx-30", _with_half(fp32=0.0625), 31.5e9, 100e9),
+    _Generation("volta", r"^v100|^t4", MappingProxyType({"fp16": 1.0, "fp32": 0.125}), 15.75e9, 100e9),
+    _Generation("cdna3", r"^mi3", _with_half(fp32=0.125, fp8=2.0), 63e9, 400e9),
+    _Generation("cdna2", r"^mi2", _with_half(fp32=0.125), 31.5e9, 100e9),
 )
 _NVLINK_RACK = 72
+
+_DECORATION = frozenset(
+    ("nvidia", "tesla", "geforce", "amd", "instinct", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "hbm3", "hbm3e")
+)
+"""Words of full names that tell no two devices of the table apart."""
 
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -115,7 +123,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def find_device(name: str) -> Device:
-    """The device called ``name``: any spelling of it that differs in case, blanks and dashes only.
+    """The device called ``name``: any spelling of it that differs in case, blanks, dashes and the maker's words only.
 
     Raises JobError naming ``cluster.device`` with the nearest names.
     """
@@ -152,7 +160,8 @@ def parse_link_bytes_per_s(text: str) -> float:
 
 
 def _key(name: str) -> str:
-    return re.sub(r"-+", "-", re.sub(r"[\s_()]+", "-", name.strip().lower())).replace("-sxm", "").strip("-")
+    words = re.split(r"[\s_()-]+", name.strip().lower())
+    return "-".join(word for word in words if word and word not in _DECORATION)
 
 
 @lru_cache(maxsize=1)

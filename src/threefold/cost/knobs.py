@@ -1,7 +1,7 @@
 """Which constants are fitted, and what is believed of them before any run is seen.
 
-A prior is a physical default with the width that experience allows; it was written down by people who know these kinds
-of runs, so that leaving a source out tests the constants and the form of the model on it, not the priors.
+A prior is a physical default with the width that experience allows. The priors were chosen with all published runs in
+view, so leaving a source out tests the fitted constants, not the priors and not the form of the model.
 Software generations that share kernels share the constants of those kernels.
 """
 
@@ -18,14 +18,14 @@ UNFUSED_KERNELS = f"{MEGATRON}|{DEEPSPEED}"
 FUSED_KERNELS = f"{MODERN}|{EAGER}"
 
 # What a generation is, not how fast: never fitted. FSDP stacks come with and without torch.compile and a fused loss.
-_UNFUSED = {"flash": 0.0, "split_messages": 1.0, "message_copies": 1.0}
+_UNFUSED: Mapping[str, float] = MappingProxyType({"flash": 0.0, "split_messages": 1.0, "message_copies": 1.0})
 BASE: Mapping[str, Any] = MappingProxyType(
     {
         "defaults": {},
         "generations": {},
         "software": {
             MODERN: {"logit_bytes": 8.0},
-            MEGATRON: _UNFUSED,
+            MEGATRON: {**_UNFUSED},
             DEEPSPEED: {**_UNFUSED, "gradient_copy_bytes": 2.0},
             FSDP: {"master_sharded": 1.0, "logit_bytes": 6.0, "eager": 0.5},
             EAGER: {"eager": 1.0},

@@ -7,9 +7,10 @@ a run that did not fit. A column ``software`` may name the software generation.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from threefold.errors import DataError, Problem
@@ -57,12 +58,14 @@ _TEXTS = (
 )
 _REQUIRED = ("gpu", "n_gpus")
 _MAY_BE_ZERO = ("zero_stage",)
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "recompute": ("none", "selective", "full"),
-    "sequence_parallel": ("true", "false"),
-    "arch_kind": ("dense", "moe", "hybrid", "hybrid/moe"),
-    "status": ("ok", "OOM"),
-}
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "recompute": ("none", "selective", "full"),
+        "sequence_parallel": ("true", "false"),
+        "arch_kind": ("dense", "moe", "hybrid", "hybrid/moe"),
+        "status": ("ok", "OOM"),
+    }
+)
 _MOST_PROBLEMS = 20
 
 
@@ -183,7 +186,6 @@ def _run(reader: _Reader, line: int, row: Mapping[str | None, Any]) -> Run:
     for name, choices in _CHOICES.items():
         if cells[name] and cells[name].lower() not in {choice.lower() for choice in choices}:
             reader.complain(line, name, f"{cells[name]!r} is not known", f"use {', '.join(choices)} or leave it empty")
-    parse: Callable[[str, bool], float | None] = lambda name, whole: reader.number(line, name, cells[name], whole)  # noqa: E731
-    numbers = {name: parse(name, True) for name in _COUNTS} | {name: parse(name, False) for name in _REALS}
+    numbers = {name: reader.number(line, name, cells[name], whole=name in _COUNTS) for name in (*_COUNTS, *_REALS)}
     sequence_parallel = {"true": True, "false": False}.get(cells["sequence_parallel"].lower())
     return Run(line, {name: cells[name] for name in _TEXTS}, numbers, sequence_parallel)

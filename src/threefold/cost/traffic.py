@@ -17,7 +17,15 @@ from itertools import groupby
 from math import prod
 
 from threefold.job.spec import Job, ModelSpec
-from threefold.layout import Shard, decoder_shards, fill_buckets, split_layers, stage_parameters
+from threefold.layout import (
+    Shard,
+    compression_of,
+    decoder_shards,
+    fill_buckets,
+    split_layers,
+    stage_parameters,
+)
+from threefold.layout.compression import factor_elements, sign_bytes
 from threefold.layout.stages import EMBEDDING
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
@@ -82,7 +90,13 @@ class _Stage:
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients accumulate, and are summed, in fp32 at least."""
+        """Gradients accumulate in fp32 at least, and are summed so unless the job states another format."""
+        stated = self.job.communication_data_type
+        return ELEMENT_BYTES[stated] if stated else self.accumulated_bytes
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of a gradient as it is kept."""
         return max(self.element_bytes, ELEMENT_BYTES["fp32"])
 
     @property
@@ -110,10 +124,13 @@ class _Stage:
         return self.job.parallelism.tp.sequence_parallel and self.job.tp > 1
 
 
-def estimate_traffic(job: Job, pp_coord: int, sequence_length: int | None = None) -> tuple[Transfer, ...]:
+def estimate_traffic(
+    job: Job, pp_coord: int, sequence_length: int | None = None, *, compressed: bool = True
+) -> tuple[Transfer, ...]:
     """Everything that a rank of stage ``pp_coord`` sends in one optimizer step; all ranks of a stage send the same.
 
-    ``sequence_length`` defaults to the job's data section. Collectives over one rank are not sent and not listed.
+    ``sequence_length`` defaults to the job's data section. ``compressed`` tells a step with the job's compression from
+    one of the steps before it starts. Collectives over one rank are not sent and not listed.
     Evaluation, replica checks and the start of a run are not counted. Raises ValueError for a job without a model or
     without a sequence length.
     """
@@ -122,7 +139,7 @@ def estimate_traffic(job: Job, pp_coord: int, sequence_length: int | None = None
     if job.model is None or sequence_length is None:
         raise ValueError("bytes are known only for a job with a model and a sequence length")
     stage = _Stage(job, job.model, sequence_length, pp_coord)
-    found = [*_tensor(stage), *_pipeline(stage), *_gradients(stage), *_scalars(stage)]
+    found = [*_tensor(stage), *_pipeline(stage), *_gradients(stage, compressed), *_scalars(stage)]
     return tuple(transfer for transfer in found if transfer.count_per_step and transfer.payload_bytes)
 
 
@@ -210,15 +227,22 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
 
 @dataclass(frozen=True)
 class GradientGroup:
-    """Gradients that are summed over the same ``axis``: local elements of each bucket, in the order of filling.
+    """Gradients that are summed over the same ``axis``: local shapes in each bucket, in the order of filling.
 
     ``uses`` says on how many parts of the model a bucket's parameters are used (a tied embedding on two).
+    ``compressed`` ones are those that the job's compression takes.
     """
 
     axis: str
     what: str
-    bucket_elements: tuple[int, ...]
+    bucket_shapes: tuple[tuple[tuple[int, ...], ...], ...]
     uses: tuple[int, ...]
+    compressed: bool = False
+
+    @property
+    def bucket_elements(self) -> tuple[int, ...]:
+        """Local elements of each bucket."""
+        return tuple(sum(map(prod, shapes)) for shapes in self.bucket_shapes)
 
 
 def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
@@ -232,32 +256,47 @@ def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
         raise ValueError("gradient buckets are known only for a job with a model")
     stage = _Stage(job, job.model, 1, pp_coord)
     shards = _shards(stage)
-    elements = _local_elements(stage, shards)
+    shapes = _local_shapes(stage, shards)
     tied = {EMBEDDING} if job.model.tie_word_embeddings and job.pp > 1 else set()
-    partial = _replicated(elements, shards) - tied if job.parallelism.tp.sequence_parallel else set()
-    plain = set(elements) - tied - partial
+    partial = _replicated(shapes, shards) - tied if job.parallelism.tp.sequence_parallel else set()
+    plain = set(shapes) - tied - partial
+    small = set(shapes) - _compressed(job, shapes, shards, partial)
     used_twice = {EMBEDDING} if job.model.tie_word_embeddings and job.pp == 1 else set()
 
-    def group(axis: str, what: str, names: Set[str]) -> GradientGroup:
-        mine = [name for name in elements if name in names]
-        by_part = axis == "dp" and job.zero_optimization.stage == 3
-        buckets = _fill(mine, elements, job.zero_optimization.reduce_bucket_size, by_part)
-        sizes = tuple(sum(elements[name] for name in bucket) for bucket in buckets)
-        return GradientGroup(axis, what, sizes, tuple(1 + bool(used_twice & set(bucket)) for bucket in buckets))
+    def groups(axis: str, what: str, names: Set[str]) -> Iterator[GradientGroup]:
+        for compressed, alike in ((True, names - small), (False, names & small)):
+            if compressed and not alike:
+                continue
+            mine = {name: shape for name, shape in shapes.items() if name in alike}
+            by_part = axis == "dp" and job.zero_optimization.stage == 3
+            buckets = _fill(mine, job.zero_optimization.reduce_bucket_size, by_part)
+            uses = tuple(1 + bool(used_twice & set(bucket)) for bucket in buckets)
+            held = tuple(tuple(shapes[name] for name in bucket) for bucket in buckets)
+            yield GradientGroup(axis, what, held, uses, compressed)
 
     return (
-        group("dp", "gradients", plain),
-        group("dp+tp", "gradients of replicated parameters", partial),
-        group("dp+pp", "gradient of the tied embedding", tied),
+        *groups("dp", "gradients", plain),
+        *groups("dp+tp", "gradients of replicated parameters", partial),
+        *groups("dp+pp", "gradient of the tied embedding", tied),
     )
 
 
-def _fill(names: Sequence[str], elements: Mapping[str, int], limit: int, by_part: bool) -> list[list[str]]:
+def _compressed(
+    job: Job, shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard], partial: Set[str]
+) -> set[str]:
+    """What the job's compression takes. Copies of what tp replicates sum apart, unless they are ``partial``."""
+    settings, apart = compression_of(job), _replicated(shapes, shards) - partial if job.tp > 1 else set()
+    if settings is None:
+        return set()
+    return {name for name, shape in shapes.items() if settings.compresses(shape, all_copies_sum=name not in apart)}
+
+
+def _fill(shapes: Mapping[str, Sequence[int]], limit: int, by_part: bool) -> list[list[str]]:
     """The names in each bucket."""
     buckets = []
-    for _, run in groupby(names, key=_part_of if by_part else lambda _: ""):
+    for _, run in groupby(shapes, key=_part_of if by_part else lambda _: ""):
         part = list(run)
-        filled = fill_buckets([elements[name] for name in part], limit)
+        filled = fill_buckets([prod(shapes[name]) for name in part], limit)
         buckets += [[part[index] for index in bucket] for bucket in filled]
     return buckets
 
@@ -283,10 +322,10 @@ def _shards(stage: _Stage) -> dict[str, Shard]:
     )
 
 
-def _local_elements(stage: _Stage, shards: Mapping[str, Shard]) -> dict[str, int]:
-    """Elements that each tp rank holds of the stage's parameters, vocabulary padding included."""
+def _local_shapes(stage: _Stage, shards: Mapping[str, Shard]) -> dict[str, tuple[int, ...]]:
+    """What each tp rank holds of the stage's parameters, vocabulary padding included."""
     shapes = stage.model.parameter_shapes()
-    return {name: prod(part.local_shape(shapes[name])) for name, part in shards.items()}
+    return {name: tuple(part.local_shape(shapes[name])) for name, part in shards.items()}
 
 
 def local_parameters(job: Job, pp_coord: int) -> int:
@@ -294,10 +333,10 @@ def local_parameters(job: Job, pp_coord: int) -> int:
     if job.model is None:
         raise ValueError("parameters are known only for a job with a model")
     stage = _Stage(job, job.model, 1, pp_coord)
-    return sum(_local_elements(stage, _shards(stage)).values())
+    return sum(map(prod, _local_shapes(stage, _shards(stage)).values()))
 
 
-def _gradients(stage: _Stage) -> Iterator[Transfer]:
+def _gradients(stage: _Stage, compressed: bool) -> Iterator[Transfer]:
     job = stage.job
     group_size = {"dp": job.dp, "dp+tp": job.dp * job.tp, "dp+pp": 2 * job.dp}
     for group in gradient_groups(job, stage.coord):
@@ -305,9 +344,34 @@ def _gradients(stage: _Stage) -> Iterator[Transfer]:
         # ZeRO cuts a bucket into equal shards, so it is padded to a multiple of the group.
         multiple = size if job.zero_optimization.stage else 1
         padded = [-(-elements // multiple) * multiple for elements in group.bucket_elements]
+        takes = group.compressed and compressed and size > 1
+        if takes:
+            yield from (
+                _in_factors(stage, group) if job.gradient_compression.type == "powersgd" else _in_signs(group, size)
+            )
         for (elements, uses), count in Counter(zip(padded, group.uses, strict=True)).items():
             if size > 1:
-                yield from _reduced(stage, group, elements, uses, count)
+                sent = _reduced(stage, group, elements, uses, count)
+                yield from (transfer for transfer in sent if not (takes and "gradient" in transfer.what))
+
+
+def _in_factors(stage: _Stage, group: GradientGroup) -> Iterator[Transfer]:
+    """PowerSGD: two all-reduces a bucket (Vogels et al. 2019)."""
+    for shapes in group.bucket_shapes:
+        left, right = factor_elements(shapes, stage.job.gradient_compression.rank)
+        for name, elements in (("left", left), ("right", right)):
+            payload_bytes = elements * stage.accumulated_bytes
+            yield Transfer(
+                group.axis, "all_reduce", f"{name} factors of {group.what}", "after backward", payload_bytes, 1
+            )
+
+
+def _in_signs(group: GradientGroup, size: int) -> Iterator[Transfer]:
+    """1-bit Adam: signs to the rank that sums a chunk, and signs of the sum to all (Tang et al. 2021)."""
+    what = f"signs of the momentum, in place of {group.what}"
+    for elements in group.bucket_elements:
+        for operation in ("all_to_all", "all_gather"):
+            yield Transfer(group.axis, operation, what, "in the optimizer step", sign_bytes(elements, size), 1)
 
 
 def _reduced(stage: _Stage, group: GradientGroup, elements: int, uses: int, count: int) -> Iterator[Transfer]:

@@ -1,7 +1,7 @@
 """Which gradients are compressed, and how large what is sent instead of them is.
 
-PowerSGD sends two thin factors of a matrix, 1-bit Adam one bit an element. Both the runtime and the cost model ask here,
-so that what is predicted is what is sent.
+PowerSGD sends two thin factors of a matrix, 1-bit Adam one bit an element. Runtime and cost model both ask here, so
+that what is predicted is what is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class GradientCompression:
-    """``kind`` of compression, after ``start_step`` steps whose gradients travel whole; ``rank`` of PowerSGD's factors."""
+    """``kind`` of compression, after ``start_step`` steps without it; ``rank`` is that of PowerSGD's factors."""
 
     kind: Literal["powersgd", "one_bit"]
     start_step: int
@@ -29,8 +29,8 @@ class GradientCompression:
     def compresses(self, local_shape: Sequence[int], *, all_copies_sum: bool) -> bool:
         """Whether a parameter of this local shape is compressed: a matrix, where it saves something.
 
-        ``all_copies_sum``: the ranks that hold its copies are those that sum its gradient. Without that (parameters that
-        tensor parallelism replicates) copies would be compressed beside different neighbours, and drift apart.
+        ``all_copies_sum``: the ranks that hold its copies are those that sum its gradient. Without that (parameters
+        that tensor parallelism replicates) copies would be compressed beside different neighbours, and drift apart.
         """
         if len(local_shape) < 2 or not all_copies_sum:
             return False

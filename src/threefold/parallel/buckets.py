@@ -23,7 +23,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor, nn
 
-from threefold.layout import fill_buckets
+from threefold.layout import GradientCompression, fill_buckets
 from threefold.parallel.collectives import Group, Pending
 from threefold.parallel.stage import ShardedParameter
 
@@ -33,7 +33,8 @@ class ShardingPolicy:
     """How data parallelism stores things: ``stage`` is ZeRO's, ``accumulate`` the format of gradients and masters.
 
     ``bucket_elements`` limits a bucket; offloading keeps the optimizer's (and the stage 3 parameters') tensors in host
-    memory. ``communicate`` is the number format in which gradients are summed over ranks.
+    memory. ``communicate`` is the number format in which gradients are summed over ranks. With ``compression`` what it
+    compresses is in buckets of its own.
     """
 
     bucket_elements: int
@@ -43,6 +44,12 @@ class ShardingPolicy:
     communicate: torch.dtype | None = None
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    compression: GradientCompression | None = None
+
+    def compresses(self, entry: ShardedParameter) -> bool:
+        """Whether the gradient of ``entry`` is compressed."""
+        settings, copies_sum = self.compression, entry.copies is entry.sum_over
+        return settings is not None and settings.compresses(entry.parameter.shape, all_copies_sum=copies_sum)
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,15 @@ class Bucket:
     """Parameters that travel together."""
 
     def __init__(
-        self, entries: Sequence[ShardedParameter], group: Group, policy: ShardingPolicy, *, over_dp: bool
+        self,
+        entries: Sequence[ShardedParameter],
+        group: Group,
+        policy: ShardingPolicy,
+        *,
+        over_dp: bool,
+        compressible: bool = False,
     ) -> None:
+        self.compressible = compressible
         self.entries, self.group, self.over_dp = tuple(entries), group, over_dp
         self.shards_optimizer = policy.stage >= 1
         self.shards_gradients = policy.stage >= 2 and over_dp
@@ -250,9 +264,11 @@ def build_buckets(
     for group in sorted(groups.values(), key=lambda group: (group is not dp, group.axis)):
         mine = [entry for entry in trained if entry.sum_over is group]
         by_part = policy.stage >= 3 and group is dp
-        for _, run in groupby(mine, key=lambda entry: part_of[entry.name] if by_part else 0):
-            run = list(run)
-            for indices in fill_buckets([entry.parameter.numel() for entry in run], policy.bucket_elements):
-                entries = [run[index] for index in indices]
-                buckets.append(Bucket(entries, group, policy, over_dp=group is dp))
+        for compressible in (True, False):
+            alike = [entry for entry in mine if policy.compresses(entry) == compressible]
+            for _, run in groupby(alike, key=lambda entry: part_of[entry.name] if by_part else 0):
+                run = list(run)
+                for indices in fill_buckets([entry.parameter.numel() for entry in run], policy.bucket_elements):
+                    entries = [run[index] for index in indices]
+                    buckets.append(Bucket(entries, group, policy, over_dp=group is dp, compressible=compressible))
     return tuple(buckets)

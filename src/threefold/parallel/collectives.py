@@ -30,8 +30,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Traffic:
     """What one rank has sent: (axis, operation) -> number of calls and payload bytes.
 
-    Payload is the full tensor that enters a collective: the input of an all-reduce or reduce-scatter, the output of an
-    all-gather, the message of a send. What the wire carries follows from it and the algorithm.
+    Payload is the full tensor that enters a collective: the input of an all-reduce, reduce-scatter or all-to-all, the
+    output of an all-gather, the message of a send. What the wire carries follows from it and the algorithm.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -136,6 +136,16 @@ class Group:
             return Pending()
         self.traffic.add(self.axis, "reduce_scatter", tensor)
         return self._start("reduce_scatter", lambda: _REDUCE_SCATTER(output, tensor, group=self.handle, async_op=True))
+
+    def all_to_all_into(self, output: Tensor, tensor: Tensor) -> Pending:
+        """Send part r of ``tensor``'s first dim to rank r of the group; ``output`` gets every rank's part for this."""
+        if self.handle is None:
+            output.copy_(tensor)
+            return Pending()
+        self.traffic.add(self.axis, "all_to_all", tensor)
+        return self._start(
+            "all_to_all", lambda: dist.all_to_all_single(output, tensor, group=self.handle, async_op=True)
+        )
 
     def send(self, tensor: Tensor, to_index: int) -> Pending:
         """Send to the rank at ``to_index`` of this group; ``tensor`` must stay untouched until ``wait`` returns."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from threefold.parallel.buckets import Bucket, Piece, ShardingPolicy, build_buckets
 from threefold.parallel.collectives import Group, Pending
+from threefold.parallel.compression import build_compression
 from threefold.parallel.stage import Stage
 
 
@@ -27,6 +28,7 @@ class DataParallel:
     def __init__(self, stage: Stage, dp: Group, policy: ShardingPolicy) -> None:
         self.stage, self.policy = stage, policy
         self.buckets = build_buckets(stage.sharded, dp, policy, stage.part_of)
+        self.compression = build_compression(policy.compression, self.buckets)
         self._reducing = False
         self._next_early = 0
         for number, bucket in enumerate(self.buckets):
@@ -40,6 +42,7 @@ class DataParallel:
     def begin_step(self) -> None:
         """Zero all gradients."""
         self._reducing = False
+        self.compression.begin_step()
         for bucket in self.buckets:
             bucket.begin_step()
 
@@ -62,7 +65,9 @@ class DataParallel:
     def finish(self) -> None:
         """Start what has not started yet, in an order that is the same on every rank, and wait for all of it."""
         for bucket in self.buckets:
-            if bucket.pending is None and not bucket.shards_gradients:
+            if self.compression.takes(bucket):
+                self.compression.reduce(bucket)
+            elif bucket.pending is None and not bucket.shards_gradients:
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduce()
@@ -77,6 +82,9 @@ class DataParallel:
         # Buckets start in order, never as they happen to complete, so that all ranks post the same collectives.
         while self._next_early < len(self.buckets):
             bucket = self.buckets[self._next_early]
+            if self.compression.takes(bucket):  # after backward, all of it
+                self._next_early += 1
+                continue
             if not bucket.over_dp or bucket.missing > 0:
                 return
             bucket.reduce()
@@ -135,12 +143,13 @@ class DataParallel:
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, summed in float64: each element of the model counts once.
 
-        What is not finite anywhere makes the sum so, even in a copy that another rank counts.
+        What is not finite anywhere makes the sum so, even in a copy that another rank counts. Where a compression never
+        sums the gradients, each rank counts its own part of them: the result is then the norm of independent parts.
         """
         device = self.buckets[0].device if self.buckets else None
         total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in self.buckets:
-            if bucket.counts_in_norm:
+            if bucket.counts_in_norm or (self.compression.leaves_local and self.compression.takes(bucket)):
                 pieces = list(bucket.pieces(bucket.grad_shard))
                 norms = torch._foreach_norm([piece.values for piece in pieces])  # pyright: ignore[reportPrivateImportUsage]
                 owned = torch.tensor([float(piece.entry.owns_norm) for piece in pieces], dtype=torch.float64)

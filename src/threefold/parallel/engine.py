@@ -13,7 +13,16 @@ import torch
 
 from threefold.job import Job, ModelSpec
 from threefold.job.spec import Offload
-from threefold.layout import DECODER_STYLES, Layout, Style, StyleRule, qkv_sizes, shard, split_layers
+from threefold.layout import (
+    DECODER_STYLES,
+    Layout,
+    Style,
+    StyleRule,
+    compression_of,
+    qkv_sizes,
+    shard,
+    split_layers,
+)
 from threefold.models.decoder import Decoder
 from threefold.models.init import decoder_initial_value
 from threefold.parallel.activity import ActivityLog
@@ -198,6 +207,8 @@ def sharding_policy(job: Job, number_format: torch.dtype) -> ShardingPolicy:
         accumulate=torch.float64 if number_format == torch.float64 else torch.float32,
         offload_optimizer=offloads(zero.offload_optimizer),
         offload_parameters=offloads(zero.offload_param),
+        communicate=DTYPES[job.communication_data_type] if job.communication_data_type else None,
+        compression=compression_of(job),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from threefold.job import Job
+from threefold.layout import compression_of
 from threefold.plan.limits import limits
 from threefold.plan.options import balanced_layers, even_layers
 from threefold.plan.plans import Plan, PlanResult, predict
@@ -42,5 +43,7 @@ def _assumptions(job: Job) -> Iterator[str]:
         count = job.model.num_hidden_layers
         if tuple(stated) not in (even_layers(count, job.pp), balanced_layers(count, job.pp)):
             yield f"The partition {list(stated)} is judged as an even one."
-    if job.optimizer.type != "AdamW":
-        yield f"The optimizer {job.optimizer.type} is judged as AdamW, whose states are larger."
+    if job.optimizer.type == "SGD":
+        yield "The optimizer SGD is judged as AdamW, whose states are larger."
+    if compression_of(job) is not None or job.communication_data_type is not None:
+        yield "The time of communication is that of gradients that are not compressed."

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from threefold.cost.calibration import load_calibration
 from threefold.cost.case import Array
-from threefold.cost.predict import Batch, Constants, Predictions, build_batch, load_calibration, predict
+from threefold.cost.predict import Batch, Constants, Predictions, build_batch, predict
 from threefold.cost.runs import Run, read_runs
 
 LEAST_GROUP = 10

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from threefold.job.spec import Optimizer
 from threefold.parallel.data import DataParallel
+from threefold.parallel.one_bit import OneBit
+from threefold.train.one_bit_adam import OneBitAdam
 
 
 class ShardedOptimizer:
-    """AdamW (Loshchilov & Hutter 2019) or SGD, as the job says, over the masters of ``data``.
+    """AdamW (Loshchilov & Hutter 2019), SGD or 1-bit Adam, as the job says, over the masters of ``data``.
 
     Weight decay pulls matrices and embeddings towards zero; biases and norm weights, which have one dimension, keep
     their scale. The rule looks at the global shape, so all copies and shards of a parameter are treated alike.
@@ -30,6 +32,9 @@ class ShardedOptimizer:
             if self.decoupled
             else torch.optim.SGD(masters, lr=params.lr, momentum=params.momentum, foreach=True)
         )
+        self.one_bit: OneBitAdam | None = None
+        if settings.type == "OneBitAdam" and isinstance(data.compression, OneBit):
+            self.one_bit = OneBitAdam(params, data, data.compression, self.inner)
 
     def step(self, learning_rate: float, factor: float = 1.0) -> None:
         """Update with the gradients times ``factor`` (of clipping and loss scale), and publish the new values."""
@@ -37,7 +42,10 @@ class ShardedOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
         self._decay(learning_rate)
-        self.inner.step()
+        if self.one_bit:
+            self.one_bit.step(learning_rate)
+        else:
+            self.inner.step()
         self.data.publish()
 
     def _decay(self, learning_rate: float) -> None:
