@@ -78,6 +78,7 @@ types: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python -c 'import json; from threefold.job import job_schema; print(json.dumps(job_schema(), indent=1))' > docs/job.schema.json
+	$(BIN)/python -c 'from threefold.report.compose import compose_page; print(compose_page(), end="")' > docs/compose.md
 
 clean:
 	rm -rf $(VENV) $(DEMO_DATA) build dist .pytest_cache .ruff_cache .hypothesis

@@ -15,7 +15,9 @@ from threefold.job.spec import Job
 
 BITS_OF_BYTE = 8
 SCALE_BYTES = 4
-"""A chunk of sign bits travels with one float32 scale."""
+BLOCK_ELEMENTS = 128
+"""So many sign bits travel with one float32 scale: 1.25 bits an element. One scale for very different elements, such as
+the embeddings of words that are in the batch and of words that are not, would move all of them alike."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ def factor_elements(shapes: Sequence[Sequence[int]], rank: int) -> tuple[int, in
 
 
 def chunk_elements(elements: int, ranks: int) -> int:
-    """Elements of the chunk that each rank sums: equal parts, padded to whole bytes of bits."""
-    return -(-elements // (ranks * BITS_OF_BYTE)) * BITS_OF_BYTE
+    """Elements of the chunk that each rank sums: equal parts, padded to whole blocks."""
+    return -(-elements // (ranks * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
 
 
 def sign_bytes(elements: int, ranks: int) -> int:
     """Bytes of one pass over all ranks' chunks: the sign bits and the scales."""
-    return ranks * (chunk_elements(elements, ranks) // BITS_OF_BYTE + SCALE_BYTES)
+    blocks = ranks * chunk_elements(elements, ranks) // BLOCK_ELEMENTS
+    return blocks * (BLOCK_ELEMENTS // BITS_OF_BYTE + SCALE_BYTES)

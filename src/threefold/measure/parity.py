@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,30 +131,52 @@ def run_parity(
     faults there). Raises WorkerError when a rank fails.
     """
     some_job = next(iter(jobs.values()))
-    source = synthetic_source(some_job, settings)
-    references = {
-        name: run_reference(some_job, source, settings.steps, settings.learning_rate, dtype)
-        for name, dtype in DTYPES.items()
-    }
-    drift = tuple(measure_drift(name, references[name], references["float64"]) for name in ("float32", "bfloat16"))
-    tolerance = {"float64": FLOAT64_TOLERANCE} | {entry.dtype: entry.tolerance for entry in drift}
-    own_pool = None if pool else WorkerPool(max(job.world_size for job in jobs.values()), settings.timeout_s)
-    results = []
-    with tempfile.TemporaryDirectory(prefix="threefold-parity-") as directory:
-        path = Path(directory) / "reference.pt"
-        torch.save(asdict(references[settings.dtype]), path)
-        try:
-            for name, job in jobs.items():
-                found = (pool or own_pool or WorkerPool(job.world_size)).run(
-                    worker or compare_on_rank, job.world_size, job, settings, path, timeout_s=settings.timeout_s
-                )
-                results.append(summarize(name, [entry for part in found for entry in part], tolerance[settings.dtype]))
-                on_result(results[-1])
-        finally:
-            if own_pool:
-                own_pool.close()
+    with ExitStack() as stack:
+        if pool is None:
+            pool = stack.enter_context(WorkerPool(max(job.world_size for job in jobs.values()), settings.timeout_s))
+            pool.start_early()  # the workers start while this process computes
+        known = _known_references(some_job, settings)
+        drift = tuple(measure_drift(dtype, known[dtype], known["float64"]) for dtype in ("float32", "bfloat16"))
+        tolerance = {"float64": FLOAT64_TOLERANCE} | {entry.dtype: entry.tolerance for entry in drift}
+        references = _References(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="threefold-"))), settings)
+        references.keep(some_job, known[settings.dtype])
+        results = []
+        for name, job in jobs.items():
+            arguments = (job, settings, references.of(job))
+            found = pool.run(worker or compare_on_rank, job.world_size, *arguments, timeout_s=settings.timeout_s)
+            results.append(summarize(name, [entry for part in found for entry in part], tolerance[settings.dtype]))
+            on_result(results[-1])
     ok = all(result.ok for result in results)
     return ParityReport(ok, settings.dtype, tolerance[settings.dtype], tuple(results), drift)
+
+
+def _known_references(job: Job, settings: ParitySettings) -> dict[str, Reference]:
+    """One process in each number format. All steps where layouts are judged by them; one is enough to show drift."""
+    every = ("float64", settings.dtype)
+    return {dtype: _reference(job, settings, dtype, settings.steps if dtype in every else 1) for dtype in DTYPES}
+
+
+def _reference(job: Job, settings: ParitySettings, dtype: str, steps: int) -> Reference:
+    return run_reference(job, synthetic_source(job, settings), steps, settings.learning_rate, DTYPES[dtype])
+
+
+class _References:
+    """Files with what one process computes, one for each batch size that a layout states."""
+
+    def __init__(self, directory: Path, settings: ParitySettings) -> None:
+        self.directory, self.settings = directory, settings
+        self.paths: dict[int, Path] = {}
+
+    def keep(self, job: Job, reference: Reference) -> None:
+        """Write down what is known for a job's batch size."""
+        self.paths[job.train_batch_size] = self.directory / f"{job.train_batch_size}.pt"
+        torch.save(asdict(reference), self.paths[job.train_batch_size])
+
+    def of(self, job: Job) -> Path:
+        """The file for a job's batch size."""
+        if job.train_batch_size not in self.paths:
+            self.keep(job, _reference(job, self.settings, self.settings.dtype, self.settings.steps))
+        return self.paths[job.train_batch_size]
 
 
 def synthetic_source(job: Job, settings: ParitySettings) -> SyntheticTokens:
@@ -249,14 +272,12 @@ def _relative(value: float, expected: float) -> float:
 
 
 def measure_drift(dtype: str, rounded: Reference, exact: Reference) -> Drift:
-    """How far one process in ``dtype`` is from one process in float64."""
+    """How far one process in ``dtype`` is from one process in float64, over the steps that it ran."""
 
     def worst(kind: str) -> float:
-        pairs = zip(getattr(rounded, kind), getattr(exact, kind), strict=True)
-        return max(_worst_error(one, other) for one, other in pairs)
+        return max(_worst_error(*pair) for pair in zip(getattr(rounded, kind), getattr(exact, kind), strict=False))
 
-    losses = zip(rounded.losses, exact.losses, strict=True)
-    loss_error = max(_relative(one, other) for one, other in losses)
+    loss_error = max(_relative(*pair) for pair in zip(rounded.losses, exact.losses, strict=False))
     return Drift(dtype, loss_error, worst("gradients"), worst("parameters"))
 
 

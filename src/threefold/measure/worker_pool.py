@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class WorkerPool:
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
         self.size, self.timeout_s = size, timeout_s
         self._workers: list[tuple[ForkServerProcess, Connection]] = []
+        self._starting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -79,6 +81,7 @@ class WorkerPool:
         """
         if world_size > self.size:
             raise ValueError(f"{world_size} ranks on a pool of {self.size} workers")
+        self._wait_for_start()
         self._start()
         limit_s = timeout_s or self.timeout_s
         with tempfile.TemporaryDirectory(prefix="threefold-") as directory:
@@ -88,8 +91,14 @@ class WorkerPool:
                 connection.send_bytes(pickle.dumps(call))
             return self._collect(world_size, time.monotonic() + limit_s, Path(directory) / "board")
 
+    def start_early(self) -> None:
+        """Begin to start the processes, and return at once."""
+        self._starting = threading.Thread(target=self._start)
+        self._starting.start()
+
     def close(self) -> None:
         """End all processes."""
+        self._wait_for_start()
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -97,6 +106,11 @@ class WorkerPool:
             process.join()
             process.close()
         self._workers = []
+
+    def _wait_for_start(self) -> None:
+        if self._starting is not None:
+            self._starting.join()
+            self._starting = None
 
     def _start(self) -> None:
         if self._workers:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from threefold.layout import GradientCompression, fill_buckets
 from threefold.parallel.collectives import Group, Pending
+from threefold.parallel.counters import MemoryCounter
 from threefold.parallel.stage import ShardedParameter
 
 
@@ -75,8 +76,10 @@ class Bucket:
         *,
         over_dp: bool,
         compressible: bool = False,
+        memory: MemoryCounter | None = None,
     ) -> None:
         self.compressible = compressible
+        self.memory = memory or MemoryCounter()
         self.entries, self.group, self.over_dp = tuple(entries), group, over_dp
         self.shards_optimizer = policy.stage >= 1
         self.shards_gradients = policy.stage >= 2 and over_dp
@@ -111,8 +114,17 @@ class Bucket:
         master = self.shard if same else self.shard.to(policy.accumulate, copy=True)
         self.master = nn.Parameter(_host(master) if policy.offload_optimizer else master, requires_grad=False)
         self.has_copy = not same
+        self._count_parameters(policy)
         if self.shards_parameters:
             self.free()
+
+    def _count_parameters(self, policy: ShardingPolicy) -> None:
+        self.memory.is_no_activation(self.whole)
+        self.memory.add("parameters", _num_bytes(self.whole))
+        if self.shards_parameters:
+            self.memory.add("parameters", _num_bytes(self.shard), on_host=policy.offload_parameters)
+        if self.has_copy:
+            self.memory.add("optimizer", _num_bytes(self.master), on_host=policy.offload_optimizer)
 
     def gather(self) -> Pending:
         """Start to bring the whole bucket here, unless it is here or on its way."""
@@ -120,6 +132,7 @@ class Bucket:
             return self.arrival
         self.present = True
         self.whole.untyped_storage().resize_(self.padded_size * self.whole.element_size())
+        self.memory.add("parameters", _num_bytes(self.whole))
         # The tensors that autograd saved are views of this storage, and get back the very values that they had.
         keep_version = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with torch.no_grad(), keep_version(self.whole):
@@ -130,6 +143,7 @@ class Bucket:
         """Drop all but the shard; only under stage 3."""
         if self.shards_parameters and self.present:
             self.arrival.wait()
+            self.memory.add("parameters", -_num_bytes(self.whole))
             self.whole.untyped_storage().resize_(0)
             self.present = False
 
@@ -147,10 +161,12 @@ class Bucket:
     def _make_gradients(self, policy: ShardingPolicy) -> None:
         size = self.shard_size if self.shards_gradients else self.padded_size
         self.grads = torch.zeros(size, dtype=policy.accumulate, device=self.device)
+        self.memory.add("gradients", _num_bytes(self.grads))
         self.communicate = policy.communicate or policy.accumulate
         self.moment: Tensor | None = None
         self.pending: Pending | None = None
         self.received: Tensor | None = None
+        self.wire_bytes = 0
         # With one number format autograd adds into the bucket itself.
         self.in_place = not self.shards_gradients and self.dtype == policy.accumulate
         self.missing = len(self.entries)
@@ -187,6 +203,7 @@ class Bucket:
             return self.grads
         if self.moment is None:
             self.moment = torch.zeros(self.padded_size, dtype=self.grads.dtype, device=self.device)
+            self.memory.add("gradients", _num_bytes(self.moment))
         return self.moment
 
     def reduce(self) -> None:
@@ -204,8 +221,10 @@ class Bucket:
 
     def _reduce_moment(self) -> None:
         self.finish_reduce()  # of the microbatch before
-        moment = self._target().to(self.communicate)
+        moment = self._target()
         self.moment = None
+        self.wire_bytes = _num_bytes(moment)  # of the gradients until they have travelled
+        moment = moment.to(self.communicate)
         self.received = moment.new_empty(self.shard_size)
         self.pending = self.group.reduce_scatter_into(self.received, moment)
 
@@ -215,6 +234,7 @@ class Bucket:
             return
         self.pending.wait()
         if self.shards_gradients:
+            self.memory.add("gradients", -self.wire_bytes)
             self.grads.add_(self.received)
         elif self.received.dtype != self.grads.dtype:
             target = self.grads if not self.shards_optimizer else self.grad_shard
@@ -242,6 +262,10 @@ class Bucket:
         return self.shards_optimizer or self.group.index == 0
 
 
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
 def _host(tensor: Tensor) -> Tensor:
     """A copy in host memory, page-locked where there is a GPU to copy from it."""
     copy = tensor.detach().to("cpu", copy=True)
@@ -249,7 +273,11 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def build_buckets(
-    parameters: Sequence[ShardedParameter], dp: Group, policy: ShardingPolicy, part_of: Mapping[str, int]
+    parameters: Sequence[ShardedParameter],
+    dp: Group,
+    policy: ShardingPolicy,
+    part_of: Mapping[str, int],
+    memory: MemoryCounter | None = None,
 ) -> tuple[Bucket, ...]:
     """Fill buckets in reverse order, apart for each group to sum over; those that reduce over dp come first.
 
@@ -270,5 +298,8 @@ def build_buckets(
                 run = list(run)
                 for indices in fill_buckets([entry.parameter.numel() for entry in run], policy.bucket_elements):
                     entries = [run[index] for index in indices]
-                    buckets.append(Bucket(entries, group, policy, over_dp=group is dp, compressible=compressible))
+                    bucket = Bucket(
+                        entries, group, policy, over_dp=group is dp, compressible=compressible, memory=memory
+                    )
+                    buckets.append(bucket)
     return tuple(buckets)

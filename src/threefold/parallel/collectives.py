@@ -43,6 +43,10 @@ class Traffic:
         self.calls[key] = self.calls.get(key, 0) + 1
         self.payload_bytes[key] = self.payload_bytes.get(key, 0) + tensor.numel() * tensor.element_size()
 
+    def snapshot(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(axis, operation) -> calls and payload bytes so far."""
+        return {key: (calls, self.payload_bytes[key]) for key, calls in self.calls.items()}
+
     def clear(self) -> None:
         """Start counting anew."""
         self.calls.clear()

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from threefold.parallel.buckets import Bucket, Piece, ShardingPolicy, build_buckets
 from threefold.parallel.collectives import Group, Pending
 from threefold.parallel.compression import build_compression
+from threefold.parallel.counters import MemoryCounter
 from threefold.parallel.stage import Stage
 
 
 class DataParallel:
     """Owns the parameters' storage and the gradients of one rank."""
 
-    def __init__(self, stage: Stage, dp: Group, policy: ShardingPolicy) -> None:
-        self.stage, self.policy = stage, policy
-        self.buckets = build_buckets(stage.sharded, dp, policy, stage.part_of)
+    def __init__(self, stage: Stage, dp: Group, policy: ShardingPolicy, memory: MemoryCounter | None = None) -> None:
+        self.stage, self.policy, self.memory = stage, policy, memory or MemoryCounter()
+        self.buckets = build_buckets(stage.sharded, dp, policy, stage.part_of, self.memory)
         self.compression = build_compression(policy.compression, self.buckets)
         self._reducing = False
         self._next_early = 0

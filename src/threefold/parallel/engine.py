@@ -80,7 +80,7 @@ class Engine:
         self.executor = PipelineExecutor({mesh.coord.pp: stage}, mesh, options.boundary_shape, options.dtype, loss_sum)
         self.schedule = lower(build_schedule(options.schedule, mesh.layout.pp, options.num_microbatches))
         make_replicas_equal(self.parameters)
-        self.data = DataParallel(stage, mesh.dp, options.sharding)
+        self.data = DataParallel(stage, mesh.dp, options.sharding, mesh.memory)
 
     def train_step(
         self,
@@ -106,7 +106,8 @@ class Engine:
             update(results[0])
 
         hooks = Hooks(self.data.before_backward, self.data.after_backward, self.data.finish, step)
-        self.executor.run(self.schedule, batch, max(num_valid, 1), hooks, loss_scale)
+        with self.mesh.memory.measured():
+            self.executor.run(self.schedule, batch, max(num_valid, 1), hooks, loss_scale)
         return results[0]
 
     def evaluate(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> StepResult:

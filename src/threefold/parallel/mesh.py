@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from threefold.layout import AXES, Coord, Layout
 from threefold.parallel.activity import ActivityLog, NullActivity
 from threefold.parallel.collectives import Group, Traffic
+from threefold.parallel.counters import MemoryCounter
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Mesh:
     groups: Mapping[str, Group]
     activity: ActivityLog
     traffic: Traffic
+    memory: MemoryCounter = field(default_factory=MemoryCounter)
 
     @property
     def coord(self) -> Coord:

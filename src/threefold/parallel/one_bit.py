@@ -1,4 +1,4 @@
-"""A sum over ranks that send one bit an element: the signs, and one scale a chunk (Tang et al. 2021).
+"""A sum over ranks that send one bit an element: the signs, and a scale a block (Tang et al. 2021).
 
 Rank r sums chunk r. Every rank sends it the signs of that chunk of its values (all-to-all); it adds what they stand
 for, and sends the signs of the sum to all (all-gather). What a sign and a scale do not say, a rank keeps and adds to
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threefold.layout.compression import BITS_OF_BYTE, SCALE_BYTES, chunk_elements
+from threefold.layout.compression import BITS_OF_BYTE, BLOCK_ELEMENTS, SCALE_BYTES, chunk_elements
 from threefold.parallel.buckets import Bucket
 from threefold.parallel.collectives import Group
 
@@ -40,7 +40,7 @@ class OneBit:
 
 @dataclass(frozen=True)
 class Errors:
-    """What was not sent yet: of all elements ``[ranks, chunk]`` and of this rank's sum ``[1, chunk]``."""
+    """What was not sent yet: of all elements ``[ranks, blocks, block]``, of this rank's sum ``[1, blocks, block]``."""
 
     worker: Tensor
     server: Tensor
@@ -48,41 +48,46 @@ class Errors:
     @classmethod
     def zeros(cls, elements: int, group: Group, like: Tensor) -> Errors:
         """Nothing is owed yet."""
-        chunk = chunk_elements(elements, group.size)
-        return cls(like.new_zeros((group.size, chunk)), like.new_zeros((1, chunk)))
+        shape = chunk_elements(elements, group.size) // BLOCK_ELEMENTS, BLOCK_ELEMENTS
+        return cls(like.new_zeros((group.size, *shape)), like.new_zeros((1, *shape)))
 
 
 def exchange(values: Tensor, errors: Errors, group: Group) -> Tensor:
     """About the sum of all ranks' flat ``values``, the same on every rank; ``errors`` are updated in place."""
-    elements, (ranks, chunk) = values.numel(), errors.worker.shape
-    counts = (elements - chunk * torch.arange(ranks, device=values.device)).clamp(0, chunk)
+    elements = values.numel()
+    holds = torch.zeros_like(errors.worker, dtype=torch.bool)  # padding owes nothing
+    holds.view(-1)[:elements] = True
     errors.worker.view(-1)[:elements].add_(values)
-    sent = _compress(errors.worker, counts)
+    sent = _compress(errors.worker, holds)
     arrived = torch.empty_like(sent)
     group.all_to_all_into(arrived, sent).wait()
-    errors.server.add_(_decompress(arrived, values.dtype).sum(0, keepdim=True))
-    summed = _compress(errors.server, counts[group.index : group.index + 1])
+    own = holds[group.index : group.index + 1]
+    errors.server.add_(
+        _decompress(arrived, values.dtype).sum(0, keepdim=True).mul_(own)
+    )  # padding arrives as signs too
+    summed = _compress(errors.server, own)
     everything = torch.empty_like(sent)
     group.all_gather_into(everything, summed).wait()
     return _decompress(everything, values.dtype).view(-1)[:elements]
 
 
-def _compress(values: Tensor, counts: Tensor) -> Tensor:
-    """``[chunks, chunk]`` -> messages; ``values`` becomes what the messages do not say.
+def _compress(values: Tensor, holds: Tensor) -> Tensor:
+    """``[chunks, blocks, block]`` -> a message for each chunk; ``values`` becomes what the messages do not say.
 
-    The scale is the mean size of the ``counts`` elements of a chunk that are no padding: the nearest to them all.
+    A scale is the mean size of a block's elements, without padding: the nearest to them all.
     """
-    scales = (values.abs().sum(1) / counts.clamp(min=1)).float()
-    message = torch.cat((scales.view(torch.uint8).view(-1, SCALE_BYTES), pack_signs(values)), dim=1)
-    padding = torch.arange(values.shape[1], device=values.device) >= counts[:, None]
-    values.sub_(_decompress(message, values.dtype)).masked_fill_(padding, 0.0)
-    return message
+    scales = (values.abs().sum(2) / holds.sum(2).clamp(min=1)).float()
+    messages = torch.cat((scales.view(torch.uint8), pack_signs(values.flatten(1))), dim=1)
+    values.sub_(_decompress(messages, values.dtype)).mul_(holds)
+    return messages
 
 
 def _decompress(messages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Messages -> ``[chunks, chunk]``."""
-    scales, signs = messages[:, :SCALE_BYTES], messages[:, SCALE_BYTES:]
-    return unpack_signs(signs, dtype).mul_(scales.contiguous().view(torch.float32).to(dtype))
+    """Messages -> ``[chunks, blocks, block]``."""
+    blocks = messages.shape[1] // (SCALE_BYTES + BLOCK_ELEMENTS // BITS_OF_BYTE)
+    scales, signs = messages.split([blocks * SCALE_BYTES, messages.shape[1] - blocks * SCALE_BYTES], dim=1)
+    scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # a view must be aligned
+    return unpack_signs(signs, dtype).unflatten(1, (blocks, BLOCK_ELEMENTS)).mul_(scales.to(dtype).unsqueeze(-1))
 
 
 def pack_signs(values: Tensor) -> Tensor:

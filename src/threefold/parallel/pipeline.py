@@ -99,6 +99,7 @@ class PipelineExecutor:
         state = StepState(batch, num_valid, loss_scale)
         for index, action in enumerate(row):
             self.mesh.activity.begin_action(str(action), action.stage, action.microbatch)
+            self.mesh.memory.action = str(action)
             if action.kind is Kind.B:
                 hooks.before_backward(index == last_backward)
             if action.kind is Kind.SYNC:
@@ -135,6 +136,8 @@ class PipelineExecutor:
                 state.to_send[key] = y.detach()
         if not schedule.is_forward_only:
             state.inputs[key], state.outputs[key] = x, y
+            self.mesh.memory.begin_use(x)
+            self.mesh.memory.begin_use(y)
             state.peak_live = max(state.peak_live, len(state.outputs))
 
     def _stage_input(self, state: StepState, action: Action) -> Tensor:
@@ -142,6 +145,7 @@ class PipelineExecutor:
             return state.batch.tokens[action.microbatch]
         buffer, pending = state.received.pop((action.stage, action.microbatch))
         pending.wait()
+        self.mesh.memory.add("buffers", -buffer.nbytes)  # an activation from here on
         return buffer.requires_grad_()
 
     def _check_boundary(self, action: Action, y: Tensor) -> None:
@@ -154,6 +158,8 @@ class PipelineExecutor:
     def _backward(self, state: StepState, action: Action, schedule: Schedule) -> None:
         key = (action.stage, action.microbatch)
         x, y = state.inputs.pop(key), state.outputs.pop(key)
+        self.mesh.memory.end_use(x)
+        self.mesh.memory.end_use(y)
         self.stages[action.stage].samples.numbers = state.batch.samples[action.microbatch]  # for what is recomputed
         if action.stage == schedule.num_stages - 1:
             # The true gradient, here and not in the logs: sum over valid tokens / valid tokens of the global batch.
@@ -161,6 +167,7 @@ class PipelineExecutor:
         else:
             gradient, pending = state.received_grads.pop(key)
             pending.wait()
+            self.mesh.memory.add("buffers", -gradient.nbytes)
         if y.requires_grad:  # not where the first stage has no parameter that is trained
             torch.autograd.backward(y, gradient)
         if action.stage > 0:
@@ -185,12 +192,15 @@ class PipelineExecutor:
     def _send(self, state: StepState, tensor: Tensor, peer: int) -> None:
         tensor = tensor.contiguous()
         state.sends.append((self.mesh.pp.send(tensor, peer), tensor))
+        self.mesh.memory.begin_use(tensor)
 
     def _receive(self, peer: int) -> tuple[Tensor, Pending]:
         buffer = torch.empty(self.boundary_shape, dtype=self.dtype, device=self.mesh.device)
+        self.mesh.memory.add("buffers", buffer.nbytes)
         return buffer, self.mesh.pp.receive(buffer, peer)
 
     def _finish_sends(self, state: StepState) -> None:
-        for pending, _ in state.sends:
+        for pending, tensor in state.sends:
             pending.wait()
+            self.mesh.memory.end_use(tensor)
         state.sends.clear()

@@ -62,6 +62,7 @@ class Factors:
         grads = bucket.grads[: bucket.starts[-1]]
         if self.error is None or self.right is None:
             self.error, self.right = torch.zeros_like(grads), self._first_right(grads)
+            bucket.memory.add("buffers", self.num_bytes)
         owed = self.error.add_(grads)
         matrices, rights = self._matrices(owed), self._cut(self.right, [columns for _, columns in self.shapes])
         left = grads.new_empty(self.left_elements)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from threefold.job.spec import Job
 from threefold.report.communication import reading_section, traffic_section
+from threefold.report.compression import compression_section
+from threefold.report.counted import counted_section
 from threefold.report.facts import Facts, Grid, Section, TextTable, collect_facts
 from threefold.report.overview import groups_section, job_section, map_section
 from threefold.report.pipelines import schedule_section, schedule_warnings, stages_section
@@ -19,12 +24,15 @@ MIN_WIDTH = 120
 """Columns of the text when it doesn't go to a terminal."""
 
 
-def print_explanation(job: Job, console: Console | None = None) -> None:
-    """Print the explanation of ``job``; plain text where stdout is no terminal."""
+def print_explanation(job: Job, console: Console | None = None, summary: Mapping[str, Any] | None = None) -> None:
+    """Print the explanation of ``job``; plain text where stdout is no terminal.
+
+    ``summary`` is what a run of the job has counted (its summary.json).
+    """
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=MIN_WIDTH, color_system=None)
-    for section in explain_sections(job, console.width):
+    for section in explain_sections(job, console.width, summary):
         console.print(Text(section.title, style="bold"))
         console.print(Text("-" * len(section.title), style="dim"))
         for part in section.body:
@@ -45,7 +53,7 @@ def _renderable(part: str | TextTable | Grid) -> Text | Table:
     return table
 
 
-def explain_sections(job: Job, width: int = MIN_WIDTH) -> list[Section]:
+def explain_sections(job: Job, width: int = MIN_WIDTH, summary: Mapping[str, Any] | None = None) -> list[Section]:
     """The explanation as data. ``width`` (columns) decides whether the schedule's grid is shown."""
     facts = collect_facts(job)
     sections = [
@@ -54,7 +62,9 @@ def explain_sections(job: Job, width: int = MIN_WIDTH) -> list[Section]:
         groups_section(facts),
         stages_section(facts),
         traffic_section(facts),
+        compression_section(facts),
         prediction_section(job),
+        counted_section(job, summary),
         schedule_section(facts, width),
         shards_section(facts),
         reading_section(facts),

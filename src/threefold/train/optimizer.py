@@ -32,6 +32,7 @@ class ShardedOptimizer:
             if self.decoupled
             else torch.optim.SGD(masters, lr=params.lr, momentum=params.momentum, foreach=True)
         )
+        self._counted_bytes = 0
         self.one_bit: OneBitAdam | None = None
         if settings.type == "OneBitAdam" and isinstance(data.compression, OneBit):
             self.one_bit = OneBitAdam(params, data, data.compression, self.inner)
@@ -47,6 +48,14 @@ class ShardedOptimizer:
         else:
             self.inner.step()
         self.data.publish()
+        self._count()
+
+    def _count(self) -> None:
+        """State appears in the first step, and 1-bit Adam's errors when the variance is frozen."""
+        states = (value for state in self.inner.state.values() for value in state.values())
+        num_bytes = sum(value.untyped_storage().nbytes() for value in states if value.dim() > 0)
+        added, self._counted_bytes = num_bytes - self._counted_bytes, num_bytes
+        self.data.memory.add("optimizer", added, on_host=self.data.policy.offload_optimizer)
 
     def _decay(self, learning_rate: float) -> None:
         decay = self.settings.params.weight_decay

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from threefold.train.data.source import SampleSource
 from threefold.train.learning_rate import learning_rate_schedule
 from threefold.train.metrics import MetricsWriter, StepMetrics
 from threefold.train.optimizer import ShardedOptimizer
+from threefold.train.summary import Sent, TrainSummary, difference, median
+
+_TIMED_STEPS = 1000
+_MEASURED_STEPS = 2
+"""Steps whose activations are counted: the first has no optimizer state yet."""
 
 
 class StopRequest:
@@ -51,15 +57,6 @@ class Sources:
     validation: SampleSource | None = None
 
 
-@dataclass(frozen=True)
-class TrainSummary:
-    """How a run ended: steps done, last loss, and whether it was stopped before its end."""
-
-    steps: int
-    loss: float
-    stopped: bool
-
-
 class Trainer:
     """Trains ``engine`` on ``sources`` as ``job`` says. Only one rank has a ``metrics`` writer."""
 
@@ -71,6 +68,9 @@ class Trainer:
         self.optimizer = ShardedOptimizer(job.optimizer, engine.data)
         self.scaler = LossScaler.of_job(job.fp16)
         self.learning_rate = learning_rate_schedule(job)
+        self.step_seconds: deque[float] = deque(maxlen=_TIMED_STEPS)
+        self.last_step: Sent = ()
+        engine.mesh.memory.measured_steps = _MEASURED_STEPS
 
     def run(self) -> TrainSummary:
         """Train to the job's last step, or to the end of the step in which a rank was asked to stop.
@@ -86,13 +86,23 @@ class Trainer:
             if _is_due(job.replica_check.every, done, steps):
                 self.engine.check_replicas(done)
             if result.stop:
-                return TrainSummary(done, loss, stopped=done < steps)
+                return self._summary(done, loss, stopped=done < steps)
             if self.sources.validation is not None and _is_due(job.evaluation.every, done, steps):
                 self._evaluate(done, self.sources.validation)
-        return TrainSummary(steps, loss, stopped=False)
+        return self._summary(steps, loss, stopped=False)
+
+    def _summary(self, steps: int, loss: float, stopped: bool) -> TrainSummary:
+        seconds = median(self.step_seconds)
+        speed = self._step_tokens / seconds if seconds else 0.0
+        return TrainSummary(steps, loss, stopped, steps * self._step_tokens, speed, self.last_step)
+
+    @property
+    def _step_tokens(self) -> int:
+        assert self.job.data is not None, "check_trainable was not called"
+        return self.job.train_batch_size * self.job.data.sequence_length
 
     def _train_step(self, step: int) -> StepResult:
-        begin = time.perf_counter()
+        begin, sent_before = time.perf_counter(), self.engine.mesh.traffic.snapshot()
         rate = self.learning_rate(step)
         result = self.engine.train_step(
             self._samples(step),
@@ -101,7 +111,9 @@ class Trainer:
             stop=self.stop.wanted,
             loss_scale=self.scaler.scale,
         )
-        self._report(step, rate, result, time.perf_counter() - begin)
+        self.step_seconds.append(time.perf_counter() - begin)
+        self.last_step = difference(self.engine.mesh.traffic.snapshot(), sent_before)
+        self._report(step, rate, result, self.step_seconds[-1])
         return result
 
     def _update(self, step: int, rate: float, result: StepResult) -> None:
@@ -121,16 +133,14 @@ class Trainer:
         done = step + 1
         if self.metrics is None or not _is_due(self.job.logging.every, done, self.job.steps or done):
             return
-        assert self.job.data is not None, "check_trainable was not called"
-        step_tokens = self.job.train_batch_size * self.job.data.sequence_length
         self.metrics.step(
             StepMetrics(
                 step=done,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 learning_rate=rate,
-                tokens=done * step_tokens,
-                tokens_per_s=step_tokens / step_s,
+                tokens=done * self._step_tokens,
+                tokens_per_s=self._step_tokens / step_s,
                 step_s=step_s,
             )
         )

@@ -20,7 +20,8 @@ from threefold.parallel.mesh import describe
 from threefold.train.data.dataset import TokenDataset
 from threefold.train.launcher import BOARD_VARIABLE, STORE_VARIABLE
 from threefold.train.metrics import MetricsWriter
-from threefold.train.trainer import Sources, StopRequest, Trainer, TrainSummary
+from threefold.train.summary import TrainSummary, gather_reports, write_summary
+from threefold.train.trainer import Sources, StopRequest, Trainer
 from threefold.train.watchdog import Watchdog, end_process
 
 _BACKSTOP = 2.0
@@ -52,12 +53,24 @@ def _train(job: Job, rank: int, run_dir: Path, activity: ActivityLog, stop: Stop
         mesh = build_job_mesh(job, rank, device, activity)
         engine = build_engine(job, mesh)
         sources = open_sources(job)
-        if rank != 0:
-            return Trainer(job, engine, sources, None, stop).run()
-        with MetricsWriter(run_dir, job.steps or 0, job.logging.tensorboard, live=True) as metrics:
-            return Trainer(job, engine, sources, metrics, stop).run()
+        with _metrics(job, rank, run_dir) as metrics:
+            summary = Trainer(job, engine, sources, metrics, stop).run()
+        reports = gather_reports(mesh, summary)
+        if rank == 0:
+            write_summary(run_dir, summary, reports)
+        return summary
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _metrics(job: Job, rank: int, run_dir: Path) -> Iterator[MetricsWriter | None]:
+    """One rank writes the metrics."""
+    if rank != 0:
+        yield None
+        return
+    with MetricsWriter(run_dir, job.steps or 0, job.logging.tensorboard, live=True) as metrics:
+        yield metrics
 
 
 def choose_device(job: Job) -> torch.device:
