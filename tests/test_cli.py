@@ -73,3 +73,30 @@ def test_wrong_input_is_named_without_a_traceback(
     assert named in output
     assert "Traceback" not in output
     assert "fix: " in output
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "y", "LOCAL_RANK": "0"}]
+)
+def test_half_of_torchruns_environment_is_named(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, output = run_cli(["train", str(DEMO)], capsys, monkeypatch)
+    assert status == 2
+    assert "unset RANK WORLD_SIZE" in output
+
+
+def test_what_is_not_finite_is_null_in_json() -> None:
+    from threefold.measure.parity import _finite
+
+    assert _finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
+
+
+def test_a_layout_that_states_a_size_twice_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, output = run_cli(["parity", str(DEMO), "--layout", "dp=2,dp=3"], capsys, monkeypatch)
+    assert status == 2
+    assert "is stated twice" in output

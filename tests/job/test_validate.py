@@ -105,7 +105,7 @@ def test_wrong_types_say_what_to_write(key: str, value: Any, fix: str) -> None:
         ("checkpoint.keep_last", 0, "1 or more"),
         ("logging.every", 0, "1 or more"),
         ("replica_check.every", -1, "0 or more"),
-        ("watchdog.timeout_s", 0, "above 0"),
+        ("watchdog.timeout_s", 0, "1"),
     ],
 )
 def test_ranges_name_the_limit(key: str, value: Any, allowed: str) -> None:

@@ -76,7 +76,9 @@ def test_leftovers_of_an_earlier_job_are_removed(tmp_path: Path) -> None:
     (tmp_path / LOG_DIR).mkdir()
     for leftover in (tmp_path / STORE_FILE, tmp_path / FAILURE_FILE, tmp_path / LOG_DIR / "rank7.stderr.log"):
         leftover.write_text("old")
+    (tmp_path / LOG_DIR / "thesis.txt").write_text("mine")
     assert run("finish", tmp_path) == 0
+    assert (tmp_path / LOG_DIR / "thesis.txt").read_text() == "mine"
     assert not (tmp_path / STORE_FILE).exists()
     assert not (tmp_path / FAILURE_FILE).exists()
     assert not (tmp_path / LOG_DIR / "rank7.stderr.log").exists()

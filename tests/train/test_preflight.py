@@ -79,3 +79,19 @@ def test_counts_are_rounded_once_they_are_large() -> None:
     assert summarize(small_job(LLAMA), Path("runs/x")).startswith("Training 34,912 parameters (llama)")
     large = LLAMA | {"hidden_size": 512, "intermediate_size": 2048}
     assert summarize(small_job(large), Path("runs/x")).startswith("Training 15.8 million parameters")
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "job.json", "metrics.jsonl", "logs"])
+def test_a_directory_that_holds_anything_is_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(JobError, match=f"--run-dir.*{name}"):
+        prepare_run_dir(tmp_path, small_job())
+    assert (tmp_path / name).read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_two_runs_in_one_directory_the_second_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "activity.board").touch()  # a rank of torchrun may be faster than the first one
+    prepare_run_dir(tmp_path, small_job())
+    with pytest.raises(JobError, match="holds another run"):
+        prepare_run_dir(tmp_path, small_job())

@@ -30,11 +30,12 @@ from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.dropout import CurrentSamples
 from threefold.parallel.engine import Engine, StepResult, build_engine, build_job_mesh
 from threefold.parallel.replicas import hash_tensor
+from threefold.train.data.source import IGNORED
 from threefold.train.data.synthetic import SyntheticTokens
 from threefold.train.learning_rate import learning_rate_schedule
 from threefold.train.metrics import METRICS_FILE, MetricsWriter
 from threefold.train.optimizer import ShardedOptimizer
-from threefold.train.trainer import Sources, StopRequest, Trainer, TrainSummary
+from threefold.train.trainer import Sources, StopRequest, Trainer, TrainSummary, once_each
 
 VALIDATION_SEED = 77
 Line = dict[str, Any]
@@ -307,7 +308,7 @@ def test_replicas_are_checked_every_so_many_steps_and_at_the_end(
     )
     ranks = run(pool, job, tmp_path)
     assert [rank.checked for rank in ranks] == [expected] * 2
-    assert [line["step"] for line in ranks[0].steps] == [3, 6, 7]
+    assert [line["step"] for line in ranks[0].steps] == [1, 3, 6, 7]  # the first and the last always
     assert [line["tokens"] for line in ranks[0].steps] == [3 * 96, 6 * 96, 7 * 96]
 
 
@@ -355,3 +356,11 @@ def test_held_out_tokens_none_of_which_counts_have_no_loss() -> None:
     nothing = SyntheticTokens(61, 12, 0, only_valid=(10**6, 0))
     Trainer(job, engine, Sources(SyntheticTokens(61, 12, 0), nothing), Metrics()).run()
     assert [(step, loss != loss, tokens) for step, loss, tokens in noted] == [(1, True, 0)]
+
+
+def test_held_out_samples_count_once_each() -> None:
+    """Five held-out samples in batches of four: the last batch holds one, the other three of it are not counted."""
+    source = SyntheticTokens(61, 12, seed=1, num_samples=5)
+    _, labels = once_each(source)(range(4, 8))
+    assert (labels[0] != IGNORED).all()
+    assert (labels[1:] == IGNORED).all()

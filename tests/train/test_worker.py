@@ -22,9 +22,12 @@ from tests.jobs import merge, small_job
 from threefold.errors import DataError, JobError
 from threefold.job import Job
 from threefold.parallel.activity import Activity, ActivityBoard
+from threefold.report.counted import counted_section
+from threefold.report.facts import TextTable
 from threefold.train.data.build import BuildRequest, build_token_directory
 from threefold.train.launcher import BOARD_FILE, LOG_DIR
 from threefold.train.metrics import METRICS_FILE
+from threefold.train.summary import SUMMARY_FILE
 from threefold.train.watchdog import process_state
 from threefold.train.worker import choose_device, open_sources
 
@@ -221,6 +224,17 @@ def check_finished(run: Run, steps: int) -> None:
     assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"] < 5.5
 
 
+def check_summary(run: Run, job: Job) -> None:
+    """All ranks' counts are there, and are what is predicted."""
+    summary = json.loads((run.run_dir / SUMMARY_FILE).read_text())
+    assert (summary["steps"], summary["stopped"], summary["tokens"]) == (12, False, 12 * 8 * 16)
+    assert summary["loss"] == run.steps()[-1]["loss"] and summary["tokens_per_s"] > 0
+    assert [rank["rank"] for rank in summary["ranks"]] == list(range(job.world_size))
+    tables = [part for part in counted_section(job, summary).body if isinstance(part, TextTable)]
+    assert {row[-1] for table in tables for row in table.rows} == {"equal"}
+    assert all(rank["memory"]["peak"]["held"]["activations"] > 0 for rank in summary["ranks"])
+
+
 @pytest.mark.parametrize(
     "parallelism",
     [{"dp": {"size": 2}}, {"tp": {"size": 2, "sequence_parallel": True}, "pp": {"size": 2}}],
@@ -234,7 +248,9 @@ def test_a_job_file_is_trained(tokens: Path, tmp_path: Path, parallelism: dict[s
         assert "Traceback" not in output
         check_finished(run, 12)
         assert list((run.run_dir / "tensorboard").iterdir())
-        assert Job.model_validate_json((run.run_dir / "job.json").read_text()).world_size in (2, 4)
+        job = Job.model_validate_json((run.run_dir / "job.json").read_text())
+        assert job.world_size in (2, 4)
+        check_summary(run, job)
         for log in (run.run_dir / LOG_DIR).iterdir():
             assert "Traceback" not in log.read_text(), log
 

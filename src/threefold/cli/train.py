@@ -24,6 +24,7 @@ def train(job: Path, run_dir: Path | None, set_: list[str]) -> None:
     Raises JobError or DataError (exit 2) before any process starts, WorkerError (exit 1) when a rank fails.
     """
     try:
+        _check_environment()
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             status = _join(job, run_dir, set_)
         else:
@@ -31,6 +32,24 @@ def train(job: Path, run_dir: Path | None, set_: list[str]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(status)
+
+
+def _check_environment() -> None:
+    """Refuse half of what torchrun sets, such as a RANK that was exported once and forgotten."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if not {"RANK", "WORLD_SIZE"} <= given.keys():
+        return
+    wrong = [name for name in names if not given.get(name, "").isdecimal()]
+    if not wrong:
+        return
+
+    from threefold.errors import JobError, Problem
+
+    stated = ", ".join(f"{name}={value}" for name, value in given.items())
+    message = f"the environment has {stated}, so this process is one of several ranks, but {wrong[0]} is no number"
+    fix = "unset RANK WORLD_SIZE to let threefold start the ranks, or start this command with torchrun"
+    raise JobError([Problem(wrong[0], message, fix)])
 
 
 def _start(job_file: Path, run_dir: Path | None, overrides: Sequence[str]) -> int:
@@ -41,12 +60,11 @@ def _start(job_file: Path, run_dir: Path | None, overrides: Sequence[str]) -> in
     job = loaded.job
 
     from threefold.train.launcher import launch
-    from threefold.train.metrics import new_run_dir
-    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, is_cpu
+    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, choose_run_dir, is_cpu
 
     check_one_machine(job, job_file)
     check_before_start(job, job.world_size)
-    run_dir = run_dir or new_run_dir(Path("runs") / job_file.stem)
+    run_dir = choose_run_dir(run_dir, job_file)
     _begin_run(job, run_dir, loaded.notes)
     command = [sys.executable, "-m", "threefold", "train", str(run_dir / RESOLVED_JOB), "--run-dir", str(run_dir)]
     return launch(command, run_dir, job.world_size, timeout_s=job.watchdog.timeout_s, cpu=is_cpu(job))

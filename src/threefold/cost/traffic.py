@@ -260,19 +260,17 @@ def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
     tied = {EMBEDDING} if job.model.tie_word_embeddings and job.pp > 1 else set()
     partial = _replicated(shapes, shards) - tied if job.parallelism.tp.sequence_parallel else set()
     plain = set(shapes) - tied - partial
-    small = set(shapes) - _compressed(job, shapes, shards, partial)
+    kinds = _kinds(job, shapes, shards, partial)
     used_twice = {EMBEDDING} if job.model.tie_word_embeddings and job.pp == 1 else set()
 
     def groups(axis: str, what: str, names: Set[str]) -> Iterator[GradientGroup]:
-        for compressed, alike in ((True, names - small), (False, names & small)):
-            if compressed and not alike:
-                continue
-            mine = {name: shape for name, shape in shapes.items() if name in alike}
+        for kind in sorted({kinds[name] for name in names & kinds.keys()} | {_WHOLE}):
+            mine = {name: shape for name, shape in shapes.items() if name in names and kinds[name] == kind}
             by_part = axis == "dp" and job.zero_optimization.stage == 3
             buckets = _fill(mine, job.zero_optimization.reduce_bucket_size, by_part)
             uses = tuple(1 + bool(used_twice & set(bucket)) for bucket in buckets)
             held = tuple(tuple(shapes[name] for name in bucket) for bucket in buckets)
-            yield GradientGroup(axis, what, held, uses, compressed)
+            yield GradientGroup(axis, what, held, uses, compressed=kind != _WHOLE)
 
     return (
         *groups("dp", "gradients", plain),
@@ -281,14 +279,18 @@ def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
     )
 
 
-def _compressed(
+_WHOLE = 2
+
+
+def _kinds(
     job: Job, shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard], partial: Set[str]
-) -> set[str]:
-    """What the job's compression takes. Copies of what tp replicates sum apart, unless they are ``partial``."""
-    settings, apart = compression_of(job), _replicated(shapes, shards) - partial if job.tp > 1 else set()
-    if settings is None:
-        return set()
-    return {name for name, shape in shapes.items() if settings.compresses(shape, all_copies_sum=name not in apart)}
+) -> dict[str, int]:
+    """What shares buckets: compressed shards (0), compressed copies that tp makes (1), what is not compressed."""
+    settings, copied = compression_of(job), _replicated(shapes, shards) - partial if job.tp > 1 else set()
+    return {
+        name: int(name in copied) if settings is not None and settings.compresses(shape) else _WHOLE
+        for name, shape in shapes.items()
+    }
 
 
 def _fill(shapes: Mapping[str, Sequence[int]], limit: int, by_part: bool) -> list[list[str]]:

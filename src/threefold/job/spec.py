@@ -244,7 +244,9 @@ class ReplicaCheck(Section):
 class Watchdog(Section):
     """How long a silent wait may be."""
 
-    timeout_s: Positive = Field(default=300.0, description="Seconds without progress after which a rank ends the job.")
+    timeout_s: Annotated[float, Field(ge=1, le=30 * 86400)] = Field(
+        default=300.0, description="Seconds without progress after which a rank ends the job."
+    )
 
 
 class Subject(Section):

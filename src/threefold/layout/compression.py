@@ -28,13 +28,9 @@ class GradientCompression:
     start_step: int
     rank: int = 1
 
-    def compresses(self, local_shape: Sequence[int], *, all_copies_sum: bool) -> bool:
-        """Whether a parameter of this local shape is compressed: a matrix, where it saves something.
-
-        ``all_copies_sum``: the ranks that hold its copies are those that sum its gradient. Without that (parameters
-        that tensor parallelism replicates) copies would be compressed beside different neighbours, and drift apart.
-        """
-        if len(local_shape) < 2 or not all_copies_sum:
+    def compresses(self, local_shape: Sequence[int]) -> bool:
+        """Whether a parameter of this local shape is compressed: a matrix, where it saves something."""
+        if len(local_shape) < 2:
             return False
         rows, columns = matrix_shape(local_shape)
         return self.kind == "one_bit" or factor_rank(local_shape, self.rank) * (rows + columns) < rows * columns

@@ -34,7 +34,12 @@ _READERS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("schedule", "schedule", str, "the name of a schedule"),
     ("sequence_parallel", "sequence_parallel", _truth, "true or false"),
     ("partition", "partition", _counts, "layers of each stage joined by +, like 4+3"),
-    ("order", "order", lambda text: text.replace(">", ","), "axes joined by >, innermost first, like tp>pp>dp"),
+    (
+        "order",
+        "order",
+        lambda text: text.replace(">", ",").replace("+", ","),
+        "axes joined by +, innermost first, like tp+pp+dp",
+    ),
     ("micro_batch", "micro_batch", _whole, "a whole number, 1 or more"),
     ("accumulation", "accumulation", _whole, "a whole number, 1 or more"),
 )
@@ -48,8 +53,12 @@ def parse_layout(text: str) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1}
     problems = []
+    seen: set[str] = set()
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name in seen:
+            problems.append(Problem(f"{_KEY} {name}", f"is stated twice in {text!r}", "state it once"))
+        seen.add(name)
         reader = next((entry for entry in _READERS if entry[0] == name), None)
         if reader is None or not equals:
             problems.append(_unknown(text, part.strip()))

@@ -9,6 +9,7 @@ runs in that format and in float64, and the distance between the two is what rou
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.errors import JobError, Problem
 from threefold.job import Job
 from threefold.job.spec import Optimizer
 from threefold.measure.reference import Reference, run_reference
@@ -114,8 +116,16 @@ class ParityReport:
     drift: tuple[Drift, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for ``--json``."""
-        return asdict(self)
+        """As plain data, for ``--json``; what is not finite is None, since JSON has no word for it."""
+        return _finite(asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def run_parity(
@@ -136,6 +146,7 @@ def run_parity(
             pool = stack.enter_context(WorkerPool(max(job.world_size for job in jobs.values()), settings.timeout_s))
             pool.start_early()  # the workers start while this process computes
         known = _known_references(some_job, settings)
+        _check_finite(known[settings.dtype], settings.dtype)
         drift = tuple(measure_drift(dtype, known[dtype], known["float64"]) for dtype in ("float32", "bfloat16"))
         tolerance = {"float64": FLOAT64_TOLERANCE} | {entry.dtype: entry.tolerance for entry in drift}
         references = _References(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="threefold-"))), settings)
@@ -158,6 +169,16 @@ def _known_references(job: Job, settings: ParitySettings) -> dict[str, Reference
 
 def _reference(job: Job, settings: ParitySettings, dtype: str, steps: int) -> Reference:
     return run_reference(job, synthetic_source(job, settings), steps, settings.learning_rate, DTYPES[dtype])
+
+
+def _check_finite(reference: Reference, dtype: str) -> None:
+    """Nothing can be compared with a single process that has diverged."""
+    broken = [loss for loss in (*reference.losses, *reference.norms) if not math.isfinite(loss)]
+    if broken:
+        message = f"one plain process in {dtype} gives {broken[0]}, so there is nothing to compare with"
+        raise JobError(
+            [Problem("model", message, "lower model.initializer_range, or use --steps 1 or --dtype float64")]
+        )
 
 
 class _References:

@@ -49,8 +49,16 @@ class ShardingPolicy:
 
     def compresses(self, entry: ShardedParameter) -> bool:
         """Whether the gradient of ``entry`` is compressed."""
-        settings, copies_sum = self.compression, entry.copies is entry.sum_over
-        return settings is not None and settings.compresses(entry.parameter.shape, all_copies_sum=copies_sum)
+        return self.compression is not None and self.compression.compresses(entry.parameter.shape)
+
+    def kind(self, entry: ShardedParameter) -> tuple[bool, bool]:
+        """What shares buckets, in their order: what is compressed comes first.
+
+        Where copies of a parameter sum their gradients apart (tensor parallelism replicates it), a bucket of such
+        alone is compressed alike everywhere; beside shards, which differ, copies would drift apart.
+        """
+        compressed = self.compresses(entry)
+        return not compressed, compressed and entry.copies is not entry.sum_over
 
 
 @dataclass(frozen=True)
@@ -292,14 +300,14 @@ def build_buckets(
     for group in sorted(groups.values(), key=lambda group: (group is not dp, group.axis)):
         mine = [entry for entry in trained if entry.sum_over is group]
         by_part = policy.stage >= 3 and group is dp
-        for compressible in (True, False):
-            alike = [entry for entry in mine if policy.compresses(entry) == compressible]
+        for kind in sorted({policy.kind(entry) for entry in mine}):
+            alike = [entry for entry in mine if policy.kind(entry) == kind]
             for _, run in groupby(alike, key=lambda entry: part_of[entry.name] if by_part else 0):
                 run = list(run)
                 for indices in fill_buckets([entry.parameter.numel() for entry in run], policy.bucket_elements):
                     entries = [run[index] for index in indices]
                     bucket = Bucket(
-                        entries, group, policy, over_dp=group is dp, compressible=compressible, memory=memory
+                        entries, group, policy, over_dp=group is dp, compressible=not kind[0], memory=memory
                     )
                     buckets.append(bucket)
     return tuple(buckets)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from threefold.errors import WorkerError
 from threefold.job.spec import Fp16
 
+_DIVERGED = "lower optimizer.params.lr, set gradient_clipping, or use bf16"
+
 
 @dataclass
 class LossScaler:
@@ -54,8 +56,8 @@ class LossScaler:
             return False
         if self.fixed or self.scale <= self.minimum:
             raise WorkerError(
-                f"fp16: gradients overflow at loss scale {self.scale:g}, which can't shrink any further\n    "
-                "fix: lower optimizer.params.lr, set gradient_clipping, or use bf16"
+                f"fp16: gradients overflow at loss scale {self.scale:g}, which can't shrink any further\n    fix: "
+                + ("lower fp16.loss_scale, or set it to 0, which adapts it" if self.fixed else _DIVERGED)
             )
         self._tolerance -= 1
         if self._tolerance <= 0:

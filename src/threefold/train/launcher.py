@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import time
@@ -110,8 +109,9 @@ def _clear_leftovers(run_dir: Path) -> None:
     """Remove what an earlier job left: a store with old addresses, above all, would make the ranks wait for ever."""
     for name in (STORE_FILE, FAILURE_FILE):
         (run_dir / name).unlink(missing_ok=True)
-    shutil.rmtree(run_dir / LOG_DIR, ignore_errors=True)
-    (run_dir / LOG_DIR).mkdir()
+    (run_dir / LOG_DIR).mkdir(exist_ok=True)
+    for log in (run_dir / LOG_DIR).glob("rank*.std*.log"):  # only what ranks wrote: the directory is the user's
+        log.unlink()
 
 
 def _environment(rank: int, world_size: int, run_dir: Path, cpu: bool) -> dict[str, str]:

@@ -4,7 +4,7 @@ A frozen variance is a constant scale of each element, and the momentum, a linea
 be sent as signs with error feedback. It is sent in units of the frozen denominator: there all elements are of like
 size, as one scale for a whole chunk wants it, and the sum is the very step to take.
 
-Matrices are compressed. Vectors, and what tensor parallelism replicates, stay with Adam: they are few.
+Matrices are compressed. Vectors stay with Adam: they are few.
 """
 
 from __future__ import annotations

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job, check_trainable
-from threefold.train.metrics import METRICS_FILE
+from threefold.train.metrics import METRICS_FILE, new_run_dir
 
 RESOLVED_JOB = "job.json"
 """The job as it runs, with every default and every derived number filled in; written into the run directory."""
+
+
+BOARD_PREFIX = "activity"
+"""How the names of activity boards begin."""
 
 
 def is_cpu(job: Job) -> bool:
@@ -64,18 +69,45 @@ def _missing_gpus(needed: int) -> list[Problem]:
     return [Problem("cluster.device", message, "set cluster.device=cpu, or run on a machine that has them")]
 
 
+def choose_run_dir(stated: Path | None, job_file: Path) -> Path:
+    """The directory that was stated, or a new one in ``runs/NAME``. Raises JobError where none can be made."""
+    if stated is not None:
+        return stated
+    try:
+        return new_run_dir(Path("runs") / job_file.stem)
+    except OSError as error:
+        raise JobError([_unwritable(Path("runs"), error)]) from error
+
+
 def prepare_run_dir(run_dir: Path, job: Job) -> None:
-    """Make the directory and write the resolved job into it. Refuses one that holds the metrics of another run."""
-    if (run_dir / METRICS_FILE).exists():
-        raise JobError(
-            [Problem("--run-dir", f"{run_dir} holds another run", "name a new directory, or remove this one")]
-        )
+    """Make the directory and write the resolved job into it.
+
+    Refuses a directory that holds anything: an earlier run, one that starts at this moment, or somebody's files. Raises
+    JobError.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / RESOLVED_JOB).write_text(job.to_json())
+        # Under torchrun other ranks may have put their activity boards here already.
+        others = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith(BOARD_PREFIX))
+        if others:
+            raise JobError([_occupied(run_dir, others)])
+        with (run_dir / RESOLVED_JOB).open("x") as file:  # fails if another run was faster
+            file.write(job.to_json())
+    except FileExistsError as error:
+        raise JobError([_occupied(run_dir, [RESOLVED_JOB])]) from error
     except OSError as error:
-        message = f"can't write into {run_dir}: {error.strerror}"
-        raise JobError([Problem("--run-dir", message, "name a directory that you may write to")]) from error
+        raise JobError([_unwritable(run_dir, error)]) from error
+
+
+def _occupied(run_dir: Path, names: Sequence[str]) -> Problem:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    what = "another run" if RESOLVED_JOB in names or METRICS_FILE in names else "other files"
+    return Problem("--run-dir", f"{str(run_dir)!r} holds {what} ({shown})", "name a new directory, or an empty one")
+
+
+def _unwritable(run_dir: Path, error: OSError) -> Problem:
+    message = f"can't write into {str(run_dir)!r}: {error.strerror}"
+    return Problem("--run-dir", message, "state --run-dir with a directory that you may write to")
 
 
 def summarize(job: Job, run_dir: Path) -> str:

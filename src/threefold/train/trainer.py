@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from threefold.errors import WorkerError
 from threefold.job import Job
+from threefold.parallel.batch import LoadSamples
 from threefold.parallel.engine import Engine, StepResult
 from threefold.parallel.norms import clip_factor
 from threefold.parallel.precision import LossScaler
 from threefold.train.data.order import microbatch_samples
-from threefold.train.data.source import SampleSource
+from threefold.train.data.source import IGNORED, SampleSource
 from threefold.train.learning_rate import learning_rate_schedule
 from threefold.train.metrics import MetricsWriter, StepMetrics
 from threefold.train.optimizer import ShardedOptimizer
@@ -131,7 +135,8 @@ class Trainer:
 
     def _report(self, step: int, rate: float, result: StepResult, step_s: float) -> None:
         done = step + 1
-        if self.metrics is None or not _is_due(self.job.logging.every, done, self.job.steps or done):
+        is_last = result.stop or done == self.job.steps
+        if self.metrics is None or not (step == 0 or is_last or done % self.job.logging.every == 0):
             return
         self.metrics.step(
             StepMetrics(
@@ -148,9 +153,11 @@ class Trainer:
     def _evaluate(self, done: int, source: SampleSource) -> None:
         """Loss on the first ``evaluation.batches`` held-out batches: the same samples each time."""
         assert self.job.data is not None, "check_trainable was not called"
-        available = max(1, source.num_samples // self.job.train_batch_size)
+        # The last batch may hold fewer samples than others; what is beyond the end is not counted.
+        available = -(-source.num_samples // self.job.train_batch_size)
         batches = min(self.job.evaluation.batches, available)
-        results = [self.engine.evaluate(self._samples(index), source.batch) for index in range(batches)]
+        load = once_each(source)
+        results = [self.engine.evaluate(self._samples(index), load) for index in range(batches)]
         num_valid = sum(result.num_valid for result in results)
         total = sum(result.loss * result.num_valid for result in results if result.num_valid)
         loss = total / num_valid if num_valid else math.nan
@@ -165,6 +172,17 @@ class Trainer:
             )
             for index in range(job.num_microbatches)
         ]
+
+
+def once_each(source: SampleSource) -> LoadSamples:
+    """Loads the samples of one epoch; the labels of sample numbers beyond it are ignored."""
+
+    def load(numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        tokens_BS, labels_BS = source.batch(numbers)
+        beyond_B = np.asarray(numbers) >= source.num_samples
+        return tokens_BS, np.where(beyond_B[:, None], IGNORED, labels_BS)
+
+    return load
 
 
 def _is_due(every: int, done: int, steps: int) -> bool:

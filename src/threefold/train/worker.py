@@ -40,7 +40,7 @@ def run_worker(job: Job, run_dir: Path) -> int:
         try:
             summary = _train(job, rank, run_dir, activity, stop)
         except Exception as error:
-            activity.finish("failed", str(error).splitlines()[0] if str(error) else repr(error))
+            activity.finish("failed", " ".join(str(error).split()) or repr(error))
             raise
         activity.finish("done", f"stopped after step {summary.steps}" if summary.stopped else "")
     return 0
