@@ -309,7 +309,7 @@ def test_replicas_are_checked_every_so_many_steps_and_at_the_end(
     ranks = run(pool, job, tmp_path)
     assert [rank.checked for rank in ranks] == [expected] * 2
     assert [line["step"] for line in ranks[0].steps] == [1, 3, 6, 7]  # the first and the last always
-    assert [line["tokens"] for line in ranks[0].steps] == [3 * 96, 6 * 96, 7 * 96]
+    assert [line["tokens"] for line in ranks[0].steps] == [96, 3 * 96, 6 * 96, 7 * 96]
 
 
 def test_a_replica_that_drifts_ends_the_run(pool: WorkerPool, tmp_path: Path) -> None:
