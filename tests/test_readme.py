@@ -61,7 +61,7 @@ def run(command: str, place: Path) -> tuple[int, str]:
 
 def test_the_readme_has_commands() -> None:
     verbs = {shlex.split(command)[1] for command, _ in readme_commands()}
-    assert verbs == {"data", "train", "check", "explain", "parity"}
+    assert verbs == {"data", "train", "check", "explain", "parity", "plan"}
 
 
 @pytest.mark.parametrize(("command", "status"), [marked(*entry) for entry in readme_commands()])
