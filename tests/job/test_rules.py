@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.job.problems import BATCH, TINY, problem_of, problems_of
+from threefold.errors import JobError
 from threefold.job import check_trainable, parse_job
 from threefold.job.keys import assign, known_fields
 from threefold.job.rules import NOT_YET, RULES
@@ -198,3 +199,9 @@ def test_what_training_does_not_do_yet_is_named() -> None:
 def test_what_saves_memory_is_trained(settings: dict[str, Any]) -> None:
     trainable = with_all(steps=1, data={"train": "tokens", "sequence_length": 8})
     assert check_trainable(parse_job({**trainable, **settings})) == []
+
+
+def test_a_world_that_no_machine_has_is_refused() -> None:
+    sizes = {axis: {"size": 1000} for axis in ("tp", "pp", "dp")}
+    with pytest.raises(JobError, match="1,000,000,000 ranks"):
+        parse_job({"train_batch_size": 1000, "parallelism": sizes})

@@ -26,6 +26,10 @@ TP_SIZE, PP_SIZE = "parallelism.tp.size", "parallelism.pp.size"
 PARTITION, SCHEDULE = "parallelism.pp.partition", "parallelism.pp.schedule"
 
 
+LARGEST_WORLD = 10**6
+"""Ten times the largest cluster that has trained one model; a larger world is a slip of the keyboard."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A judgement over the keys in ``needs``; ``judge`` yields a problem for every way in which they disagree."""
@@ -197,7 +201,16 @@ def _scaling_has_a_reference(file: JobFile) -> Iterator[Problem]:
         yield Problem("scheduler.reference_batch_size", message, fix)
 
 
+def _world_exists(file: JobFile) -> Iterator[Problem]:
+    parallelism = file.parallelism
+    ranks = parallelism.tp.size * parallelism.pp.size * (parallelism.dp.size or 1)
+    if ranks > LARGEST_WORLD:
+        message = f"dp × tp × pp makes {ranks:,} ranks, more than any machine has"
+        yield Problem(TP_SIZE, message, f"set sizes whose product is {LARGEST_WORLD:,} or less")
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(("parallelism.tp.size", PP_SIZE, "parallelism.dp.size"), _world_exists),
     *(Rule(needs, _of_model(check)) for needs, check in MODEL_RULES),
     Rule(("model.max_position_embeddings", "data.sequence_length"), _positions_cover_sequence),
     Rule((TP_SIZE, "model"), _tp_divides("attention heads", lambda model: model.num_attention_heads)),
