@@ -8,7 +8,7 @@ import pytest
 from tests.cost.models import machines, model
 from threefold.cost.calibration import Calibration
 from threefold.cost.case import Case, Machine
-from threefold.cost.collectives import all_to_all_s, scatter_s, send_s
+from threefold.cost.collectives import all_reduce_s, all_to_all_s, scatter_s, send_s
 from threefold.cost.shape import shape_of
 from threefold.cost.strategies import ORDER_CODES, Strategies
 
@@ -28,6 +28,17 @@ def test_a_ring_moves_its_share_of_the_bytes() -> None:
 def test_a_group_of_one_costs_nothing() -> None:
     assert scatter_s(case(), 8e9, np.array([1]), np.array([1.0]))[0] == 0
     assert all_to_all_s(case(), 8e9, np.array([1]), np.array([1.0]))[0] == 0
+
+
+def test_an_all_reduce_inside_a_node_is_a_scatter_and_a_gather() -> None:
+    found = all_reduce_s(case(), 8e9, np.array([8]), np.array([8.0]))
+    assert found[0] == pytest.approx(2 * scatter_s(case(), 8e9, np.array([8]), np.array([8.0]))[0])
+    assert all_reduce_s(case(), 8e9, np.array([1]), np.array([1.0]))[0] == 0
+
+
+def test_between_two_nodes_an_all_reduce_sends_the_tensor_once() -> None:
+    found = all_reduce_s(case(), 8e9, np.array([16]), np.array([8.0]))
+    assert found[0] == pytest.approx(2 * 8e9 * 7 / 8 / 300e9 + 8e9 / 200e9)
 
 
 @pytest.mark.parametrize(("in_node", "rate"), [(1, 25e9), (4, 100e9), (8, 200e9)])

@@ -7,8 +7,10 @@ import pytest
 from tests.cost.published import write_runs
 from threefold.cost.completion import (
     DEEPSPEED,
+    DEEPSPEED_SERIAL,
     EAGER,
     FSDP,
+    FSDP2,
     MEGATRON,
     MODERN,
     Configuration,
@@ -69,7 +71,7 @@ def test_the_vocabulary_follows_from_the_parameter_count(tmp_path: Path) -> None
         ({"gpu": "H100", "precision": "bf16"}, MODERN),
         ({"gpu": "H100", "source": "huggingface/nanotron x"}, EAGER),
         ({"zero_stage": "3", "tp": "1"}, FSDP),
-        ({"zero_stage": "3", "gpu": "H100", "note": "FSDP2"}, FSDP),
+        ({"zero_stage": "3", "gpu": "H100", "note": "FSDP2"}, FSDP2),
         ({"gpu": "H100", "note": "FSDP=0", "zero_stage": ""}, MODERN),
         ({"software": "mine"}, "mine"),
     ],
@@ -109,3 +111,22 @@ def test_sparse_and_odd_rows_are_predicted_or_refused_never_a_crash(tmp_path: Pa
 def test_what_the_model_lacks_is_said(tmp_path: Path, change: dict[str, str], reason: str) -> None:
     with pytest.raises(NotModelledError, match=reason):
         completed(tmp_path, **change)
+
+
+def test_the_machine_of_a_well_known_run_is_looked_up(tmp_path: Path) -> None:
+    """Jean Zay: four Omni-Path links of 100 Gb/s for eight GPUs; kernels were started one by one."""
+    (found,) = completed(tmp_path, source="bigscience-workshop/bigscience chronicles", gpu="A100-80GB", n_gpus="64")
+    assert found.nic_bytes_per_s == pytest.approx(4 * 100e9 / 8 / 8)
+    assert found.software == DEEPSPEED_SERIAL
+
+
+def test_a_stated_network_counts_more_than_a_known_one(tmp_path: Path) -> None:
+    said = {"source": "bigscience-workshop/bigscience", "note": "800 Gbps inter-node"}
+    (found,) = completed(tmp_path, gpu="A100-80GB", n_gpus="64", **said)
+    assert found.nic_bytes_per_s == pytest.approx(800e9 / 8 / 8)
+
+
+def test_fsdp2_has_constants_of_its_own(tmp_path: Path) -> None:
+    sharded = {"tp": "1", "pp": "1", "zero_stage": "3", "n_gpus": "8"}
+    assert completed(tmp_path, note="FSDP2; compiled", **sharded)[0].software == FSDP2
+    assert completed(tmp_path, note="PyTorch FSDP", **sharded)[0].software == FSDP

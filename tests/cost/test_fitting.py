@@ -8,7 +8,7 @@ import pytest
 
 from tests.cost.published import write_runs
 from threefold.cost.calibration import calibration_from, load_calibration, software_names
-from threefold.cost.completion import DEEPSPEED, EAGER, FSDP, MEGATRON, MODERN
+from threefold.cost.completion import DEEPSPEED, DEEPSPEED_SERIAL, EAGER, FSDP, FSDP2, MEGATRON, MODERN
 from threefold.cost.cross_validation import weighted_quantile
 from threefold.cost.fitting import Knob, constants_of, fit, table_with
 from threefold.cost.knobs import BASE, KNOBS, MEMORY_KNOBS
@@ -24,7 +24,7 @@ def test_constants_depend_on_software_and_device_generation_only() -> None:
         "software",
         "software_on_generation",
     }
-    known = {MEGATRON, DEEPSPEED, FSDP, EAGER, MODERN}
+    known = {MEGATRON, DEEPSPEED, DEEPSPEED_SERIAL, FSDP, FSDP2, EAGER, MODERN}
     assert set(software_names()) == known
     keys = {key for knob in KNOBS if knob.section == "software" for key in knob.key.split("|")}
     assert keys <= known

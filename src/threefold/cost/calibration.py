@@ -65,6 +65,8 @@ class Calibration:
     # Host
     launch_s: Number = 250e-6
     """Time in which the host starts the kernels of one layer's forward pass; backward takes as long again."""
+    serial_launch: Number = 0.0
+    """1 where the host waits for each kernel before it starts the next (CUDA_LAUNCH_BLOCKING=1)."""
     launch_collective_s: Number = 40e-6
     """The same for one collective."""
     step_s: Number = 5e-3

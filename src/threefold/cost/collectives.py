@@ -33,6 +33,20 @@ def scatter_s(case: Case, num_bytes: Number, size: Array, in_node: Array) -> Arr
     return np.where(size > 1, ring + group_latency_s(case, size, in_node), 0.0)
 
 
+def all_reduce_s(case: Case, num_bytes: Number, size: Array, in_node: Array) -> Array:
+    """One all-reduce of ``num_bytes``: a reduce-scatter inside the nodes, an all-reduce between them, an all-gather
+    inside. 2 n (N - 1) / N bytes leave each of N nodes, for two of them half of what one ring through all ranks sends
+    (two trees do the same: Sanders et al. 2009).
+    """
+    nodes = np.maximum(size / in_node, 1.0)
+    fast = case.machine.nvlink_bytes_per_s * case.constants.nvlink_efficiency
+    slow = np.minimum(fast, in_node * case.machine.nic_bytes_per_s * case.constants.nic_efficiency)
+    inside = num_bytes * (in_node - 1) / in_node / fast
+    outside = num_bytes * (nodes - 1) / nodes / slow
+    seconds = 2 * (inside + outside + group_latency_s(case, size, in_node))
+    return np.where(size > 1, seconds, 0.0)
+
+
 def send_s(case: Case, num_bytes: Number, crosses_nodes: Array) -> Array:
     """One message to a neighbour."""
     fast = case.machine.nvlink_bytes_per_s * case.constants.nvlink_efficiency

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from threefold.cost.hardware import Device, find_device
+from threefold.cost.known_runs import find_known
 from threefold.cost.runs import Run
 from threefold.cost.shape import attention_matrices, shape_of
 from threefold.cost.strategies import PRECISION_CODES, RECOMPUTE_CODES, SCHEDULE_CODES
@@ -25,15 +26,17 @@ from threefold.job.spec import ModelSpec
 VOCABULARIES = (32000, 50304, 51200, 65536, 100352, 128256, 131072, 152064, 250880, 256000)
 """Vocabularies of well-known models, padded as they are trained."""
 
-MEGATRON, DEEPSPEED, FSDP, EAGER, MODERN = (
+MEGATRON, DEEPSPEED, DEEPSPEED_SERIAL, FSDP, FSDP2, EAGER, MODERN = (
     "megatron-2021",
     "megatron-deepspeed",
+    "megatron-deepspeed-serial",
     "fsdp-2023",
+    "fsdp2-2024",
     "eager-2024",
     "modern",
 )
 
-UNFUSED = (MEGATRON, DEEPSPEED)
+UNFUSED = (MEGATRON, DEEPSPEED, DEEPSPEED_SERIAL)
 """Stacks from before fused attention, sequence parallelism and sharded optimizers were the habit."""
 
 
@@ -82,9 +85,13 @@ def _networks(run: Run, device: Device, devices: int) -> list[tuple[float, float
     A100 nodes were built with a network card for each device (Selene), for every second one, and with four half as
     fast.
     """
-    stated = re.search(r"(\d+) ?Gbps (?:inter-node|node-node|between nodes)", run.text["note"] + " " + run.source)
+    said = run.text["note"] + " " + run.source
+    stated = re.search(r"(\d+) ?Gbps (?:inter-node|node-node|between nodes)", said)
     if stated:
         return [(float(stated[1]) * 1e9 / 8 / device.nvlink_domain, 1.0)]
+    known = find_known(said)
+    if known is not None and devices > device.nvlink_domain:
+        return [(known.nic_bytes_per_s, 1.0)]
     if devices <= device.nvlink_domain:
         return [(device.nic_bytes_per_s, 1.0)]
     usual = device.nic_bytes_per_s
@@ -101,8 +108,11 @@ def software_of(run: Run, device: Device) -> str:
     if run.text["software"]:
         return run.text["software"]
     said = run.text["note"] + " " + run.source
+    known = find_known(said)
+    if known is not None and known.software:
+        return known.software
     if (run["zero_stage"] or 0) >= 2 and re.search(r"\bFSDP2?\b(?!=)", said):
-        return FSDP
+        return FSDP2 if "FSDP2" in said else FSDP
     if "nanotron" in said.lower():
         return EAGER
     sharded = run["zero_stage"] == 3 and (run["pp"] or 1) == 1
@@ -335,6 +345,6 @@ def _recomputes(run: Run, software: str) -> list[tuple[float, float]]:
     stated = run.text["recompute"].lower()
     if stated:
         return [(float(RECOMPUTE_CODES[stated]), 1.0)]
-    if software == FSDP:
+    if software in (FSDP, FSDP2):
         return [(0.0, 0.2), (1.0, 0.5), (2.0, 0.3)]
     return [(0.0, 0.8), (1.0, 0.1), (2.0, 0.1)]

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from threefold.cost.case import Array
-from threefold.cost.completion import DEEPSPEED, EAGER, FSDP, MEGATRON, MODERN
+from threefold.cost.completion import DEEPSPEED, DEEPSPEED_SERIAL, EAGER, FSDP, FSDP2, MEGATRON, MODERN
 from threefold.cost.fitting import constants_of, fit, memory_errors
 from threefold.cost.knobs import BASE, KNOBS, MEMORY_KNOBS
 from threefold.cost.predict import Batch, Predictions, predict
 
 KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"unfused": (MEGATRON, DEEPSPEED), "fused": (MODERN, EAGER), "fsdp": (FSDP,)}
+    {"unfused": (MEGATRON, DEEPSPEED, DEEPSPEED_SERIAL), "fused": (MODERN, EAGER), "fsdp": (FSDP, FSDP2)}
 )
 """Software generations that share their kernels, and so an interval."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from threefold.cost.attention import attention_s
 from threefold.cost.case import Array, Case
-from threefold.cost.collectives import all_to_all_s, scatter_s
+from threefold.cost.collectives import all_reduce_s, all_to_all_s, scatter_s
 from threefold.cost.elementwise import embedding_s, layer_backward_s, layer_forward_s, loss_s
 from threefold.cost.gemm import linear_s
 
@@ -107,12 +107,20 @@ def _expert_matrices_s(case: Case) -> tuple[Array, Array, Array]:
 
 
 def _at_least_launched(case: Case, *passes: Array) -> tuple[Array, ...]:
-    """No pass is faster than the host can start its kernels: forward and recompute once, each backward half of it."""
+    """No pass is faster than the host can start its kernels: forward and recompute once, each backward half of it.
+
+    Where the host waits for every kernel, its time comes on top.
+    """
     constants, tp = case.constants, case.strategies.tp
     # Every rank of a collective waits for the last one to start it: more ranks, longer.
     host = constants.launch_s + 2 * constants.launch_collective_s * np.log2(tp)
     floors = (host, 0.5 * host, 0.5 * host, host * case.full_recompute)
-    return tuple(_smooth_max(seconds, floor) for seconds, floor in zip(passes, floors, strict=True))
+    serial = np.asarray(constants.serial_launch) > 0.5
+
+    def together(seconds: Array, floor: Array) -> Array:
+        return np.where(serial, seconds + floor, _smooth_max(seconds, floor))
+
+    return tuple(together(seconds, floor) for seconds, floor in zip(passes, floors, strict=True))
 
 
 def _smooth_max(a: Array, b: Array) -> Array:
@@ -126,7 +134,9 @@ def _smooth_max(a: Array, b: Array) -> Array:
 def _layer_collective_s(case: Case) -> Array:
     """One all-reduce of the hidden states of a microbatch over tp (a reduce-scatter and an all-gather)."""
     num_bytes = case.tokens * case.shape.hidden * case.element_bytes
-    return 2 * scatter_s(case, num_bytes, case.strategies.tp, case.in_node("tp"))
+    size, in_node = case.strategies.tp, case.in_node("tp")
+    whole = all_reduce_s(case, num_bytes, size, in_node)
+    return np.where(case.strategies.sequence_parallel, 2 * scatter_s(case, num_bytes, size, in_node), whole)
 
 
 def _tensor_parallel_s(case: Case) -> tuple[Array, Array]:

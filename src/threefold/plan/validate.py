@@ -141,8 +141,8 @@ def _memory_error(run: Run, found: Predictions, index: int) -> float | None:
 
 def _rankings(runs: Sequence[Run], found: Predictions, chosen: Array) -> tuple[list[float], list[float]]:
     ranks, regrets = [], []
-    for members in _groups(runs, chosen):
-        observed = found.observed_s[members] / _samples(runs, members)
+    for members in ranked_groups(runs, chosen):
+        observed = found.observed_s[members] / samples(runs, members)
         predicted = observed * found.ratio[members]
         correlation = spearman(predicted, observed)
         if correlation is not None:
@@ -151,7 +151,7 @@ def _rankings(runs: Sequence[Run], found: Predictions, chosen: Array) -> tuple[l
     return ranks, regrets
 
 
-def _groups(runs: Sequence[Run], chosen: Array) -> Iterator[Array]:
+def ranked_groups(runs: Sequence[Run], chosen: Array) -> Iterator[Array]:
     """Runs of one source with one model at one sequence length on one number of one kind of device."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index in chosen:
@@ -164,7 +164,8 @@ def _groups(runs: Sequence[Run], chosen: Array) -> Iterator[Array]:
             yield np.array(members)
 
 
-def _samples(runs: Sequence[Run], members: Array) -> Array:
+def samples(runs: Sequence[Run], members: Array) -> Array:
+    """Sequences of a step of each run at the indices ``members``."""
     return np.array([runs[index]["global_batch"] or 1.0 for index in members])
 
 
