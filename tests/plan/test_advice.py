@@ -88,6 +88,13 @@ def test_the_numbers_in_the_words_are_those_of_the_plan() -> None:
     assert "longer" in other.reasons[0]
 
 
+@pytest.mark.parametrize("model", ["gpt3-175b", "gpt2", "llama3-70b"])
+def test_a_plan_that_hardly_fits_says_so(model: str) -> None:
+    plan = best(ask(model, hardware_of(nodes=8), 512, 2048))
+    tight = plan.peak_memory_bytes > 0.93 * plan.usable_memory_bytes
+    assert any(reason.startswith("A tight fit") for reason in plan.reasons) == tight
+
+
 def test_a_setting_that_is_fixed_is_not_argued_about() -> None:
     plan = best(ask("gpt3-175b", hardware_of(nodes=8), 512, 2048, tp=8, micro_batch=1))
     assert "takes at best" not in sentence(plan, "tp 8")

@@ -9,6 +9,9 @@ from threefold.plan.plans import Plan
 from threefold.plan.question import Question
 from threefold.plan.wording import PARTS, format_gigabytes, format_seconds, parts_s, percent
 
+MEMORY_ERROR = 0.07
+"""Mean error of predicted peaks on runs that were not fitted to (docs/accuracy.md)."""
+
 LINKED = ("tp", "pp", "dp", "cp")
 
 
@@ -23,6 +26,11 @@ def limits(question: Question, plan: Plan) -> Iterator[str]:
         f"{format_gigabytes(plan.peak_memory_bytes)}, {percent(plan.peak_memory_bytes / plan.usable_memory_bytes)} of "
         f"the usable memory, most of it {_largest_items(plan)}."
     )
+    if plan.fits and plan.peak_memory_bytes > (1 - MEMORY_ERROR) * plan.usable_memory_bytes:
+        yield (
+            f"A tight fit: predicted peaks are off by {percent(MEMORY_ERROR)} on average. Should it run out of memory, "
+            "take the next plan that holds less, or fix a smaller micro_batch or more recompute."
+        )
     is_whole = plan.timeline is not None and plan.timeline.num_microbatches == plan.size("num_microbatches")
     if plan.timeline is not None and is_whole and plan.size("pp") > 1:
         yield (
