@@ -1,6 +1,7 @@
 """Token directories as samples."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,12 @@ def write_tokens(directory: Path, num_tokens: int, dtype: str = "uint16") -> Pat
     meta = TokenMeta(70_000, dtype, "bytes", 256, {"train": SplitMeta(num_tokens, "train.bin")}, fingerprint="f")
     (directory / "meta.json").write_text(meta.to_json())
     return directory
+
+
+def meta_text(**changes: object) -> str:
+    splits = {"train": {"tokens": 1, "file": "train.bin"}}
+    fields = {"vocab_size": 9, "dtype": "uint16", "tokenizer": "bytes", "end_of_text": 8, "splits": splits, "format": 1}
+    return json.dumps({**fields, **changes})
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -108,6 +115,11 @@ def test_a_truncated_token_file_is_refused(tmp_path: Path) -> None:
         ('{"format": 1, "dtype": "int8"}', "dtype 'int8'"),
         ('{"format": 1, "dtype": "uint16", "splits": {"train": {"tokens": 1}}}', "file"),
         ('{"format": 1, "dtype": "uint16", "splits": {}}', "vocab_size"),
+        (meta_text(vocab_size="many"), "vocab_size is 'many'"),
+        (meta_text(vocab_size=0), "vocab_size 0"),
+        (meta_text(splits={"train": {"tokens": 2.5, "file": "train.bin"}}), "splits.train.tokens is 2.5"),
+        (meta_text(splits={"train": {"tokens": -1, "file": "train.bin"}}), "-1 tokens"),
+        (meta_text(splits={"train": {"tokens": 1, "file": "../train.bin"}}), "allowed: a file beside it"),
     ],
 )
 def test_a_damaged_meta_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -115,3 +127,12 @@ def test_a_damaged_meta_is_refused(tmp_path: Path, text: str, said: str) -> None
     with pytest.raises(DataError, match=r"(?s)is damaged.*--overwrite") as caught:
         read_meta(tmp_path)
     assert said in str(caught.value)
+
+
+def test_a_token_that_the_vocabulary_does_not_have_is_named(tmp_path: Path) -> None:
+    dataset = dataclasses.replace(
+        TokenDataset.open(write_tokens(tmp_path, 100), "train", 10, seed=0, shuffle=False), vocab_size=50
+    )
+    dataset.batch([3])
+    with pytest.raises(DataError, match=r"token id 60 stands in samples \[5\].* has 50 ids"):
+        dataset.batch([5])

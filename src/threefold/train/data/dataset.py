@@ -55,10 +55,18 @@ class TokenDataset:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def batch(self, sample_numbers: SampleNumbers) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (tokens_BS, labels_BS) as int64 for these global sample numbers; numbers past the epoch go on."""
+        """Return (tokens_BS, labels_BS) as int64 for these global sample numbers; numbers past the epoch go on.
+
+        Raises DataError for a token id that the vocabulary does not have.
+        """
         indices_B = sample_indices(sample_numbers, self.num_samples, self.seed, self.shuffle)
         window = np.arange(self.sequence_length + 1)
         tokens = self.tokens[indices_B[:, None] * self.sequence_length + window].astype(np.int64)
+        if tokens.size and tokens.max() >= self.vocab_size:
+            raise DataError(
+                f"data: token id {tokens.max()} stands in samples {list(sample_numbers)[:3]}, but the vocabulary in "
+                f"its meta.json has {self.vocab_size} ids\n    fix: build the directory again with `threefold data build`"
+            )
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from threefold.errors import DataError
 
 META_FILE = "meta.json"
@@ -66,7 +68,7 @@ def read_meta(directory: Path) -> TokenMeta:
         return _parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"data: {str(path)!r} is damaged ({type(error).__name__}: {error})\n"
+            f"data: {str(path)!r} is damaged ({_reason(error)})\n"
             f"    fix: build the directory again with `threefold data build ... --overwrite`"
         ) from error
 
@@ -77,4 +79,18 @@ def _parse(fields: dict[str, Any]) -> TokenMeta:
     if fields["dtype"] not in DTYPES:
         raise ValueError(f"dtype {fields['dtype']!r}; allowed: {', '.join(DTYPES)}")
     splits = {name: SplitMeta(**split) for name, split in fields["splits"].items()}
-    return TokenMeta(**{**fields, "splits": splits})
+    meta = TokenMeta(**{**fields, "splits": splits})
+    meta = TypeAdapter(TokenMeta).validate_json(meta.to_json(), strict=True)
+    for name, split in meta.splits.items():
+        if split.tokens < 0 or Path(split.file).name != split.file:
+            raise ValueError(f"splits.{name}: {split.tokens} tokens in {split.file!r}; allowed: a file beside it")
+    if meta.vocab_size < 1:
+        raise ValueError(f"vocab_size {meta.vocab_size}; allowed: 1 or more")
+    return meta
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
+    return f"{type(error).__name__}: {error}"
