@@ -119,7 +119,7 @@ def test_evaluation_is_lowered_without_sync_and_step():
         (0, "0F0 0SEND_F0 0F1 0SEND_F1", "0F0 0F1 0SEND_F1 0SEND_F0", "blocks for ever at 0SEND_F1"),
         (1, "1RECV_F1 ", "", "rank 1: 1RECV_F1 is missing; its other end is 0SEND_F1"),
         (0, "0SEND_F0 ", "", "rank 0: 0SEND_F0 is missing; its other end is 1RECV_F0"),
-        (1, "1RECV_F0 1F0", "1F0 1RECV_F0", "rank 1: 1F0 stands before 1RECV_F0 brings its input"),
+        (1, "1RECV_F0 1RECV_F1 1F0", "1F0 1RECV_F0 1RECV_F1", "rank 1: 1F0 stands before 1RECV_F0 brings its input"),
         (0, "0F0 0SEND_F0", "0SEND_F0 0F0", "rank 0: 0SEND_F0 stands before 0F0 has made what it sends"),
         (0, "0RECV_B0 0B0", "0B0 0RECV_B0", "rank 0: 0B0 stands before 0RECV_B0 brings its input"),
         (1, "1B0 1SEND_B0", "1SEND_B0 1B0", "rank 1: 1SEND_B0 stands before 1B0 has made what it sends"),

@@ -65,8 +65,10 @@ def test_build_by_name(name: str):
 
 
 def test_bad_requests_name_the_key():
-    with pytest.raises(JobError, match=r"parallelism.pp.schedule: 'zb_h1'(.|\n)*naive, gpipe, 1f1b"):
-        build_schedule("zb_h1", 2, 2)
+    with pytest.raises(JobError, match=r"parallelism.pp.schedule: 'zb_h9'(.|\n)*naive, gpipe, 1f1b"):
+        build_schedule("zb_h9", 2, 2)
+    with pytest.raises(JobError, match=r"parallelism.pp.chunks: 2 chunks are not what zb_h1 has: 1 on each rank"):
+        build_schedule("zb_h1", 2, 2, 2)
     with pytest.raises(JobError, match=r"parallelism.pp.size(.|\n)*gradient_accumulation_steps"):
         gpipe(0, 0)
 

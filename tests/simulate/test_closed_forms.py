@@ -7,6 +7,8 @@ import itertools
 import pytest
 
 from threefold.schedule import (
+    NAMED,
+    Placement,
     Schedule,
     bubble_share,
     forward_only,
@@ -97,7 +99,8 @@ def test_transfers_slow_1f1b_down_in_every_round_trip(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 3), (4, 8), (8, 32)])
 def test_lowered_schedules_play_alike(p: int, m: int) -> None:
-    for schedule in (naive(p, m), gpipe(p, m), one_f_one_b(p, m), forward_only(p, m)):
+    named = [one.build(p, m, one.chunks or 2) for one in NAMED.values()]
+    for schedule in (*named, forward_only(p, m), forward_only(p, m, 2, Placement.V)):
         assert play(lower(schedule)).makespan_s == play(schedule).makespan_s
         assert len(play(lower(schedule), t=0.5)) == len(play(schedule, t=0.5))
 
@@ -113,8 +116,9 @@ def test_blocking_transfers_take_computing_time_from_both_ranks() -> None:
     timeline = simulate(gpipe(2, 8), costs, blocking=True)
     assert timeline.blocking
     assert (timeline.idle_s[Cause.TRANSFER] == 16 * 0.25).all()
-    # In the steady state, each rank computes and transfers in turn; the two ends overlap as without transfers.
-    assert timeline.makespan_s == (8 + 1) * 3 + 16 * 0.25
+    # In the steady state, each rank computes and transfers in turn. A receive is posted before the pass that it is to
+    # hide behind, and whoever blocks there waits a forward and a backward pass longer.
+    assert timeline.makespan_s == (8 + 1) * 3 + 16 * 0.25 + 1 + 2
 
 
 def test_sync_and_step_come_last() -> None:
@@ -131,3 +135,47 @@ def test_a_rank_pays_for_all_its_stages() -> None:
     timeline = simulate(parse_schedule(CHUNKED), costs)
     assert timeline.step_s.tolist() == [4, 4]
     assert timeline.peak_memory_bytes.tolist() == [24, 23]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_schedules_that_fill_the_bubble_play_as_their_closed_forms_say(p: int, m: int) -> None:
+    """In units of F = I = W of a stage; interleaved (max(m, p)v + min(m, p) - 1)(f + b)."""
+    for v in (2, 4):
+        interleaved = play(NAMED["interleaved_1f1b"].build(p, m, v))
+        assert interleaved.makespan_s == (max(m, p) * v + min(m, p) - 1) * 3
+    assert play(NAMED["zb_h1"].build(p, m, 1)).makespan_s == max(3 * m + p - 1, 2 * m + 2 * p - 1)
+    if m >= 2 * p:
+        zb_v = play(NAMED["zb_v"].build(p, m, 2))
+        assert zb_v.makespan_s == 6 * m + p - 1
+        assert zb_v.bubble_fraction == pytest.approx((p - 1) / (6 * m + p - 1))
+
+
+@pytest.mark.parametrize("transfer", [0.05, 0.25, 0.5])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+def test_no_receive_of_a_lowered_schedule_is_posted_too_late(p: int, m: int, transfer: float) -> None:
+    """What lowering fixes, the order on each link and where receives are posted, costs nothing."""
+    for named in NAMED.values():
+        schedule = named.build(p, m, named.chunks or 2)
+        assert play(lower(schedule), t=transfer).makespan_s <= play(schedule, t=transfer).makespan_s * 1.001
+
+
+def test_stages_on_one_rank_hand_over_at_once() -> None:
+    """Down and up a V of p ranks is 2(p - 1) hops each way; the turn at the last rank takes no time."""
+    for p in (1, 2, 4):
+        schedule = NAMED["zb_v"].build(p, 1, 2)
+        hops = 4 * (p - 1)
+        for one in (schedule, lower(schedule)):
+            assert play(one, t=0.5).makespan_s == play(schedule).makespan_s + hops * 0.5
+        blocking = simulate(schedule, StepCosts.uniform(2 * p, p2p_s=0.5), blocking=True)
+        assert blocking.makespan_s == play(schedule).makespan_s + hops * 0.5
+
+
+def test_the_memory_of_a_v_is_that_of_its_two_ends() -> None:
+    costs = StepCosts.uniform(6, sync_s=1, step_s=2, static_bytes=10)
+    timeline = simulate(NAMED["zb_v"].build(3, 6, 2), costs)
+    assert timeline.step_s.tolist() == [4, 4, 4]
+    assert timeline.peak_memory_bytes.tolist() == [20, 20, 20]
+    uneven = StepCosts(**{**vars(costs), "static_bytes": (1, 2, 3, 4, 5, 6), "step_s": (1, 0, 0, 0, 0, 6)})
+    timeline = simulate(NAMED["zb_v"].build(3, 6, 2), uneven)
+    assert timeline.peak_memory_bytes.tolist() == [7, 7, 7]
+    assert timeline.step_s.tolist() == [7, 0, 0]

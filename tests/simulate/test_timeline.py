@@ -25,6 +25,7 @@ def test_idle_time_of_1f1b_by_cause() -> None:
         "transfer": [0, 0, 0],
         "sync": [1, 1, 1],
         "cool_down": [0, 2, 4],
+        "host": [0, 0, 0],
     }
 
 

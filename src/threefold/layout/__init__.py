@@ -16,7 +16,7 @@ from threefold.layout.shards import (
     section_sizes,
     shard,
 )
-from threefold.layout.stages import split_layers, stage_of_parameter, stage_parameters
+from threefold.layout.stages import balanced_sizes, split_layers, stage_of_parameter, stage_parameters
 
 __all__ = [
     "AXES",
@@ -28,6 +28,7 @@ __all__ = [
     "Slice",
     "Style",
     "StyleRule",
+    "balanced_sizes",
     "compression_of",
     "decoder_shards",
     "fill_buckets",

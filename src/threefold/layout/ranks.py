@@ -11,6 +11,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from threefold.errors import JobError, Problem
 
 AXES = ("dp", "pp", "tp")
@@ -93,10 +96,13 @@ class Layout:
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over ``axes``: a partition of the world, ordered by the coordinate of their first rank."""
+        return tuple(map(tuple, self.group_table(axes).tolist()))
+
+    def group_table(self, axes: str | Sequence[str]) -> NDArray[np.int64]:
+        """``groups`` as an array [group, member], for worlds of which nobody reads every group."""
         inside = _axis_names(axes)
-        offsets = self._offsets(inside)
-        firsts = self._offsets(frozenset(AXES) - inside)
-        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+        offsets, firsts = self._offsets(inside), self._offsets(frozenset(AXES) - inside)
+        return np.add.outer(np.array(firsts, dtype=np.int64), np.array(offsets, dtype=np.int64))
 
     def _offsets(self, axes: frozenset[str]) -> list[int]:
         """Distances in ranks from a coordinate of 0 to every coordinate along ``axes``, in coordinate order."""

@@ -16,9 +16,9 @@ def split_layers(num_layers: int, num_stages: int, partition: str | Sequence[int
 
     ``partition`` is "even", "auto", or the number of layers of each stage. "even" gives sizes that differ by at most
     one; spare layers go to the middle stages first, then to the first (it also holds the embedding and, under 1F1B, the
-    most microbatches), then to the last (it also holds the head and the loss). "auto" is the same as "even" until
-    measured layer times balance the stages. An explicit list may be uneven and may hold 0 (a stage that holds only the
-    embedding or the head).
+    most microbatches), then to the last (it also holds the head and the loss). "auto" means a list that balances costs
+    (``plan.balance``); here, where no costs are known, it is the same as "even". An explicit list may be uneven and may
+    hold 0 (a stage that holds only the embedding or the head).
 
     Raises JobError naming ``parallelism.pp.size`` or ``parallelism.pp.partition``.
     """
@@ -27,6 +27,17 @@ def split_layers(num_layers: int, num_stages: int, partition: str | Sequence[int
     sizes = _stage_sizes(num_layers, num_stages, partition)
     ends = list(accumulate(sizes))
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def balanced_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage when the embedding and the head count as one layer each.
+
+    Raises JobError naming ``parallelism.pp.size`` where a stage would get neither.
+    """
+    if num_stages == 1:
+        return (num_layers,)
+    sizes = _even_sizes(num_layers + 2, num_stages)
+    return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
 
 
 def _stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[int]) -> list[int]:

@@ -20,6 +20,9 @@ from threefold.schedule.actions import (
 from threefold.schedule.schedule import Schedule, compute_rows
 from threefold.schedule.timing import start_times
 
+MOST_TOLD = 20
+"""Of more violations, an error tells the first ones; most follow from them."""
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -64,7 +67,9 @@ def require_safe(schedule: Schedule) -> None:
 def _raise(schedule: Schedule, violations: list[Violation]) -> None:
     if violations:
         marked = tuple(sorted({violation.rank for violation in violations}))
-        text = "\n".join(f"  {violation}" for violation in violations)
+        text = "\n".join(f"  {violation}" for violation in violations[:MOST_TOLD])
+        if len(violations) > MOST_TOLD:
+            text += f"\n  and {len(violations) - MOST_TOLD:,} more"
         raise ScheduleError(f"schedule {schedule.name!r} is illegal:\n{text}\n{schedule.grid(marked)}")
 
 
@@ -75,6 +80,9 @@ def _compute_violations(schedule: Schedule) -> list[Violation]:
     if len(schedule.rows) != schedule.num_ranks:
         return [Violation(0, f"there are {len(schedule.rows)} rows for {schedule.num_ranks} ranks")]
     rows = compute_rows(schedule)
+    num_cells, num_forwards = schedule.num_stages * schedule.num_microbatches, sum(map(len, rows))
+    if num_cells > 2 * num_forwards + MOST_TOLD:  # telling each would take for ever where a header has a typing error
+        return [Violation(0, f"{num_cells - num_forwards:,} or more of {num_cells:,} forward passes are missing")]
     found = [*_foreign(schedule, rows), *_not_once(schedule, rows), *_too_early(rows)]
     # Something missing always leaves others waiting; say only the cause.
     return found or list(_waiting_forever(schedule, rows))
@@ -161,7 +169,7 @@ def _needed_transfers(schedule: Schedule) -> dict[Action, int]:
     for rank, row in enumerate(compute_rows(schedule)):
         for action in row:
             send = transfer_after(action, schedule.num_stages)
-            if send is not None and schedule.stage_rank(partner(send).stage) != rank:
+            if send is not None and not schedule.is_local(send):
                 needed[send] = rank
                 needed[partner(send)] = schedule.stage_rank(partner(send).stage)
     return needed
@@ -169,6 +177,9 @@ def _needed_transfers(schedule: Schedule) -> dict[Action, int]:
 
 def _transfers_not_once(schedule: Schedule) -> Iterator[Violation]:
     needed = _needed_transfers(schedule)
+    of_rank: list[list[Action]] = [[] for _ in schedule.rows]
+    for action, owner in needed.items():
+        of_rank[owner].append(action)
     for rank, row in enumerate(schedule.rows):
         count = Counter(action for action in row if action.kind in SENDS | RECEIVES)
         for action, number in count.items():
@@ -176,8 +187,8 @@ def _transfers_not_once(schedule: Schedule) -> Iterator[Violation]:
                 yield Violation(rank, f"{action} is foreign: no result that this rank sends or needs")
             elif number > 1:
                 yield Violation(rank, f"{action} stands {number} times")
-        for action, owner in needed.items():
-            if owner == rank and not count[action]:
+        for action in of_rank[rank]:
+            if not count[action]:
                 yield Violation(rank, f"{action} is missing; its other end is {partner(action)}")
 
 

@@ -6,11 +6,9 @@ the microbatches, so all of them add up each gradient in the same order and agre
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from threefold.errors import JobError, Problem
 from threefold.schedule.actions import Action, Kind
-from threefold.schedule.schedule import FORWARD_ONLY, Schedule
+from threefold.schedule.making import make_schedule, one_chunk_schedule, passes, rounds
+from threefold.schedule.schedule import FORWARD_ONLY, Placement, Schedule
 
 
 def naive(num_stages: int, num_microbatches: int) -> Schedule:
@@ -22,7 +20,7 @@ def naive(num_stages: int, num_microbatches: int) -> Schedule:
     def row(stage: int) -> list[Action]:
         return [Action(kind, stage, i) for i in range(num_microbatches) for kind in (Kind.F, Kind.B)]
 
-    return _schedule("naive", num_stages, num_microbatches, row)
+    return one_chunk_schedule("naive", num_stages, num_microbatches, row)
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -36,7 +34,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
         forwards = [Action(Kind.F, stage, i) for i in range(num_microbatches)]
         return forwards + [Action(Kind.B, stage, i) for i in range(num_microbatches)]
 
-    return _schedule("gpipe", num_stages, num_microbatches, row)
+    return one_chunk_schedule("gpipe", num_stages, num_microbatches, row)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -54,35 +52,20 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
             actions += [Action(Kind.F, stage, num_warmup + i), Action(Kind.B, stage, i)]
         return actions + [Action(Kind.B, stage, i) for i in range(num_microbatches - num_warmup, num_microbatches)]
 
-    return _schedule("1f1b", num_stages, num_microbatches, row)
+    return one_chunk_schedule("1f1b", num_stages, num_microbatches, row)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Forward passes alone, for evaluation: takes (m + p - 1) f and keeps nothing."""
+def forward_only(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 1, placement: Placement = Placement.LOOP
+) -> Schedule:
+    """Forward passes alone, for evaluation: takes (m + p - 1) f with one chunk, and keeps nothing.
 
-    def row(stage: int) -> list[Action]:
-        return [Action(Kind.F, stage, i) for i in range(num_microbatches)]
+    With chunks, rounds of p microbatches go through chunk after chunk, as in interleaved 1F1B.
+    """
 
-    return _schedule(FORWARD_ONLY, num_stages, num_microbatches, row)
+    def row(rank: int) -> list[Action]:
+        starts = range(0, num_ranks * num_chunks, num_ranks)
+        stages = [start + placement.rank_of(start + rank, num_ranks) for start in starts]
+        return passes(Kind.F, stages, rounds(num_ranks, num_microbatches))
 
-
-def build_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """The training schedule called ``name``. Raises JobError naming ``parallelism.pp.schedule`` for an unknown one."""
-    generators = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
-    if name not in generators:
-        fix = f"use one of {', '.join(generators)}"
-        raise JobError([Problem("parallelism.pp.schedule", f"{name!r} is no schedule that this version knows", fix)])
-    return generators[name](num_stages, num_microbatches)
-
-
-def _schedule(name: str, num_stages: int, num_microbatches: int, row: Callable[[int], list[Action]]) -> Schedule:
-    problems = []
-    if num_stages < 1:
-        problems.append(Problem("parallelism.pp.size", f"{num_stages} is no number of stages", "use 1 or more"))
-    if num_microbatches < 1:
-        message = f"{num_microbatches} is no number of microbatches"
-        problems.append(Problem("gradient_accumulation_steps", message, "use 1 or more"))
-    if problems:
-        raise JobError(problems)
-    rows = tuple(tuple(row(stage)) for stage in range(num_stages))
-    return Schedule(name, num_stages, num_stages, num_microbatches, rows)
+    return make_schedule(FORWARD_ONLY, num_ranks, num_microbatches, num_chunks, placement, row)

@@ -71,13 +71,16 @@ class _Walk:
         elif event.kind is Kind.STEP:
             yield from self.syncs
 
+    def _rank_of(self, action: Action) -> int:
+        return self.timeline.placement.rank_of(action.stage, self.timeline.num_ranks)
+
     def _before_transfer(self, index: int, event: Event) -> Iterator[int]:
         """What made the data, what else the link carried, and what both ranks did until they took part."""
         for kind in _MAKERS[event.kind]:
             yield from self._find(kind, event.action.stage, event.action.microbatch)
         if index in self.previous_on_link:
             yield self.previous_on_link[index]
-        for rank in (event.rank, partner(event.action).stage % self.timeline.num_ranks):
+        for rank in (event.rank, self._rank_of(partner(event.action))):
             yield from self._lane_until(rank, event.start_s)
 
     def _lane_before(self, rank: int, index: int) -> Iterator[int]:
@@ -113,7 +116,7 @@ class _Walk:
         found: dict[int, int] = {}
         for index in np.flatnonzero(timeline.has_kind(SENDS)).tolist():
             send = Action(KINDS[timeline.code[index]], int(timeline.stage[index]), 0)
-            link = int(timeline.rank[index]), partner(send).stage % timeline.num_ranks
+            link = int(timeline.rank[index]), self._rank_of(partner(send))
             if link in last:
                 found[index] = last[link]
             last[link] = index

@@ -45,6 +45,16 @@ def simulate(schedule: Schedule, costs: StepCosts, *, blocking: bool = False, st
     return build_timeline(schedule, costs, player.done, blocking=blocking, step_together=step_together)
 
 
+def step_s(schedule: Schedule, costs: StepCosts) -> float:
+    """How long ``schedule`` takes: ``simulate(...).makespan_s`` without the timeline, which takes longer to make."""
+    player = _Overlapping(schedule, costs)
+    player.run()
+    ends_s = list(player.free_s)
+    for stage in range(0 if schedule.is_forward_only else schedule.num_stages):
+        ends_s[player.rank_of[stage]] += costs.sync_s[stage] + costs.step_s[stage]
+    return max(ends_s)
+
+
 def _has_transfers(schedule: Schedule) -> bool:
     return any(action.kind in SENDS for row in schedule.rows for action in row)
 
@@ -60,6 +70,7 @@ class _Player:
         self.schedule = schedule
         self.num_ranks, self.num_stages = schedule.num_ranks, schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
+        self.rank_of = [schedule.stage_rank(stage) for stage in range(self.num_stages)]
         self.p2p_s = costs.p2p_s
         self.cost_s: Mapping[Kind, PerStage] = {
             Kind.F: costs.forward_s,
@@ -130,9 +141,15 @@ class _Player:
             self._make(_KEPT, cell, end_s)
 
     def _to_neighbour(self, send: Kind, cell: int, end_s: float) -> None:
-        """Stages go round the ranks: a neighbouring stage is on the same rank only where there is one rank."""
-        if self.num_ranks == 1:
+        """A neighbouring stage on the same rank has it at once."""
+        here, there = self._ends(send, cell)
+        if here == there:
             self._arrive(send, cell, end_s)
+
+    def _ends(self, send: Kind, cell: int) -> tuple[int, int]:
+        """The ranks of what ``cell`` sends: from where, to where."""
+        stage = cell // self.num_microbatches
+        return self.rank_of[stage], self.rank_of[stage + 1 if send is Kind.SEND_F else stage - 1]
 
     def _arrive(self, send: Kind, cell: int, time_s: float) -> None:
         """What stage and microbatch ``cell`` sent is there for the neighbour to use."""
@@ -176,18 +193,18 @@ class _Overlapping(_Player):
     def __init__(self, schedule: Schedule, costs: StepCosts) -> None:
         super().__init__(schedule, costs)
         self.is_lowered = _has_transfers(schedule)
-        self.link_free_s: dict[tuple[int, bool], float] = {}
+        self.link_free_s: dict[tuple[int, int], float] = {}
         self.posted_s: dict[tuple[Kind, int], float] = {}
 
     def _to_neighbour(self, send: Kind, cell: int, end_s: float) -> None:
-        super()._to_neighbour(send, cell, end_s)
-        if self.num_ranks > 1 and not self.is_lowered:
+        here, there = self._ends(send, cell)
+        if here == there:
+            self._arrive(send, cell, end_s)
+        elif not self.is_lowered:
             self._carry(send, cell, end_s)
 
     def _carry(self, send: Kind, cell: int, posted_s: float) -> None:
-        # Neighbouring stages are on neighbouring ranks, so a link is a rank and a direction round the ring.
-        rank = cell // self.num_microbatches % self.num_ranks
-        link = rank, send is Kind.SEND_F or self.num_ranks == 2
+        link = self._ends(send, cell)
         end_s = self._transfer(send, cell, max(posted_s, self.link_free_s.get(link, 0.0)))
         self.link_free_s[link] = end_s
         self._arrive(send, cell, end_s)

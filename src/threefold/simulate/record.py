@@ -47,11 +47,12 @@ def build_timeline(
 
     ``cell`` is stage × num_microbatches + microbatch.
     """
-    played = _columns(schedule, done)
-    parts = [played, *_receives(played, schedule.num_ranks)]
+    rank_of = np.array([schedule.stage_rank(stage) for stage in range(schedule.num_stages)])
+    played = _columns(schedule, rank_of, done)
+    parts = [played, *_receives(played, rank_of)]
     if not schedule.is_forward_only:
         busy = parts if blocking else [played.where(_is_of(played, COMPUTE))]
-        parts.append(_ending(schedule.num_ranks, costs, _last_end_s(schedule.num_ranks, busy), step_together))
+        parts.append(_ending(rank_of, costs, _last_end_s(schedule.num_ranks, busy), step_together))
     whole = _Columns.joined(parts)
     # What takes no time goes before what begins with it. The sort is stable: else, first stays first.
     order = np.lexsort((whole.times_s[1], whole.times_s[0], whole.what[0]))
@@ -63,28 +64,29 @@ def build_timeline(
         *whole.what[:, order],
         *whole.times_s[:, order],
         blocking=blocking,
-        memory=_memory(schedule, costs, played),
+        memory=_memory(schedule, costs, played, rank_of),
+        placement=schedule.placement,
     )
 
 
-def _columns(schedule: Schedule, done: Sequence[tuple[int, int, float, float]]) -> _Columns:
+def _columns(schedule: Schedule, rank_of: Ints, done: Sequence[tuple[int, int, float, float]]) -> _Columns:
     table = np.array(done, dtype=np.float64).reshape(-1, 4)
     code, cell = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
     stage, microbatch = np.divmod(cell, schedule.num_microbatches)
-    return _Columns(np.stack([stage % schedule.num_ranks, code, stage, microbatch]), table[:, 2:].T)
+    return _Columns(np.stack([rank_of[stage], code, stage, microbatch]), table[:, 2:].T)
 
 
 def _is_of(columns: _Columns, kinds: Collection[Kind]) -> Mask:
     return np.isin(columns.what[1], [CODES[kind] for kind in kinds])
 
 
-def _receives(played: _Columns, num_ranks: int) -> list[_Columns]:
+def _receives(played: _Columns, rank_of: Ints) -> list[_Columns]:
     """The receive of every send."""
     found = []
     for send, receive, direction in _OTHER_ENDS:
         sends = played.where(_is_of(played, (send,)))
         stage = sends.what[2] + direction
-        what = np.stack([stage % num_ranks, np.full_like(stage, CODES[receive]), stage, sends.what[3]])
+        what = np.stack([rank_of[stage], np.full_like(stage, CODES[receive]), stage, sends.what[3]])
         found.append(_Columns(what, sends.times_s))
     return found
 
@@ -97,9 +99,10 @@ def _last_end_s(num_ranks: int, parts: Sequence[_Columns]) -> Floats:
     return last_s
 
 
-def _ending(num_ranks: int, costs: StepCosts, last_s: Floats, step_together: bool) -> _Columns:
+def _ending(rank_of: Ints, costs: StepCosts, last_s: Floats, step_together: bool) -> _Columns:
     """SYNC and STEP of every rank."""
-    synced_s = last_s + _by_rank(costs.sync_s, num_ranks)
+    num_ranks = len(last_s)
+    synced_s = last_s + _by_rank(costs.sync_s, rank_of, num_ranks)
     begin_s = np.full(num_ranks, synced_s.max()) if step_together else synced_s
     rank, nothing = np.arange(num_ranks), np.full(num_ranks, -1)
 
@@ -108,22 +111,22 @@ def _ending(num_ranks: int, costs: StepCosts, last_s: Floats, step_together: boo
         return _Columns(np.stack([rank, code, nothing, nothing]), np.stack([start_s, end_s]))
 
     sync = every(Kind.SYNC, last_s, synced_s)
-    step = every(Kind.STEP, begin_s, begin_s + _by_rank(costs.step_s, num_ranks))
+    step = every(Kind.STEP, begin_s, begin_s + _by_rank(costs.step_s, rank_of, num_ranks))
     return _Columns.joined([sync, step])
 
 
-def _by_rank(values: PerStage, num_ranks: int) -> Floats:
+def _by_rank(values: PerStage, rank_of: Ints, num_ranks: int) -> Floats:
     """The sum over the stages of each rank."""
-    return sum_by(np.arange(len(values)) % num_ranks, np.array(values, dtype=np.float64), num_ranks)
+    return sum_by(rank_of, np.array(values, dtype=np.float64), num_ranks)
 
 
-def _memory(schedule: Schedule, costs: StepCosts, played: _Columns) -> tuple[MemoryCurve, ...]:
+def _memory(schedule: Schedule, costs: StepCosts, played: _Columns, rank_of: Ints) -> tuple[MemoryCurve, ...]:
     """What each rank holds: activations from the start of F to the end of B or W, and what is always there.
 
     The order is the rank's own, so that what ends and what starts at one time are never held together.
     """
     held = np.array(costs.activation_bytes, dtype=np.float64)
-    always = _by_rank(costs.static_bytes, schedule.num_ranks)
+    always = _by_rank(costs.static_bytes, rank_of, schedule.num_ranks)
     forward = _is_of(played, (Kind.F,))
     last = forward if schedule.is_forward_only else _is_of(played, (Kind.B, Kind.W))
     return tuple(

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from threefold.schedule import Action, Kind
+from threefold.schedule import Action, Kind, Placement
 from threefold.schedule.actions import COMPUTE, RECEIVES, SENDS
 from threefold.simulate.events import CODES, KINDS, Event, Floats, Ints, Mask, sum_by
 from threefold.simulate.idle import BUBBLE, COMMUNICATION, Cause, idle_by_cause
@@ -52,10 +52,17 @@ class Timeline:
     end_s: Floats
     blocking: bool = False
     memory: tuple[MemoryCurve, ...] = field(default=(), repr=False)
+    placement: Placement = Placement.LOOP
 
     @classmethod
     def from_events(
-        cls, name: str, num_ranks: int, num_stages: int, num_microbatches: int, events: Sequence[Event]
+        cls,
+        name: str,
+        num_ranks: int,
+        num_stages: int,
+        num_microbatches: int,
+        events: Sequence[Event],
+        placement: Placement = Placement.LOOP,
     ) -> Timeline:
         """A timeline of events that were recorded, in any order."""
         ordered = sorted(events, key=lambda event: (event.rank, event.start_s))
@@ -74,6 +81,7 @@ class Timeline:
             microbatch=column([event.action.microbatch for event in ordered]),
             start_s=np.array([event.start_s for event in ordered], dtype=np.float64),
             end_s=np.array([event.end_s for event in ordered], dtype=np.float64),
+            placement=placement,
         )
 
     def __len__(self) -> int:
