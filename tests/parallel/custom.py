@@ -15,8 +15,9 @@ from threefold.measure.worker_pool import WorkerContext
 from threefold.parallel.buckets import ShardingPolicy
 from threefold.parallel.engine import Engine, EngineOptions
 from threefold.parallel.mesh import build_mesh
-from threefold.parallel.stage import TensorParallelPlan, build_stage, take_shard, tied_stages
+from threefold.parallel.stage import TensorParallelPlan, build_stages, ranks_of_ties, take_shard, tied_stages
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
+from threefold.schedule import build_schedule
 from threefold.train.data.order import microbatch_samples
 from threefold.train.data.synthetic import SyntheticTokens
 from threefold.train.optimizer import ShardedOptimizer
@@ -137,29 +138,29 @@ class Case:
     microbatches: int = 2
     bucket_elements: int = 100
     schedule: str = "1f1b"
+    chunks: int = 1
     zero: int = 0
 
 
 def build_custom_engine(context: WorkerContext, case: Case) -> Engine:
     model = case.build()
-    layers = split_layers(
-        len(list(model.children())) if case.build is not repeated_model else 6, case.layout.pp, case.partition
-    )
-    ties = tied_stages(model, layers)
-    mesh = build_mesh(case.layout, context.rank, activity=context.activity, tied_stages=list(ties.values()))
-    stage = build_stage(model, layers, mesh, case.plan)
+    schedule = build_schedule(case.schedule, case.layout.pp, case.microbatches, case.chunks)
+    num_layers = len(list(model.children())) if case.build is not repeated_model else 6
+    layers = split_layers(num_layers, schedule.num_stages, case.partition)
+    ties = ranks_of_ties(tied_stages(model, layers).values(), schedule.stage_rank)
+    mesh = build_mesh(case.layout, context.rank, activity=context.activity, tied=ties)
+    stages = build_stages(model, layers, mesh, case.plan, rank_of=schedule.stage_rank)
     micro_batch = BATCH // case.layout.dp // case.microbatches
     local_sequence = SEQUENCE // (case.layout.tp if case.plan.sequence_parallel else 1)
     options = EngineOptions(
-        schedule=case.schedule,
-        num_microbatches=case.microbatches,
+        schedule=schedule,
         boundary_shape=(micro_batch, local_sequence, WIDTH),
         dtype=torch.float64,
         sharding=ShardingPolicy(case.bucket_elements, stage=case.zero, accumulate=torch.float64),
     )
     rows = shard(StyleRule(Style.VOCAB), "weight", (VOCAB, WIDTH), mesh.layout.tp, mesh.coord.tp)
     part = VocabPart.of_shard(rows, VOCAB, mesh.tp)
-    return Engine(stage, mesh, lambda logits, labels: cross_entropy_sum(logits, labels, part), options)
+    return Engine(stages, mesh, lambda logits, labels: cross_entropy_sum(logits, labels, part), options)
 
 
 def compare_custom(context: WorkerContext, case: Case, steps: int = 2) -> list[str]:

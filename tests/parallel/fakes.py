@@ -21,7 +21,7 @@ def silent_group(size: int = 1, index: int = 0, axis: str = "tp") -> Group:
     return Group(axis, tuple(range(size)), index, None, NullActivity(), Traffic())
 
 
-def silent_mesh(layout: Layout, rank: int, tied_stages: Collection[tuple[int, ...]] = ()) -> Mesh:
+def silent_mesh(layout: Layout, rank: int, tied: Collection[tuple[int, ...]] = ()) -> Mesh:
     """One rank's mesh with the right groups, none of which can send."""
     traffic = Traffic()
     groups = {}
@@ -29,10 +29,10 @@ def silent_mesh(layout: Layout, rank: int, tied_stages: Collection[tuple[int, ..
         name = group_name(layout, axes)
         ranks = layout.group(axes, rank) if name else (rank,)
         groups[name] = Group(name or "self", ranks, rank, None, NullActivity(), traffic)
-    for stages in tied_stages:
-        for ranks in tied_ranks(layout, stages):
+    for pp_ranks in tied:
+        for ranks in tied_ranks(layout, pp_ranks):
             if rank in ranks:
-                name = tied_name(stages)
+                name = tied_name(pp_ranks)
                 groups[name] = Group(name, ranks, rank, None, NullActivity(), traffic)
     return Mesh(layout, rank, torch.device("cpu"), groups, NullActivity(), traffic)
 
@@ -75,9 +75,14 @@ def whole_parameter(name: str, shape: tuple[int, ...], sum_over: Group, *, train
     return ShardedParameter(name, parameter, Shard(None, (), shape[0]), shape, sum_over, sum_over, owns_norm=True)
 
 
-def data_parallel(entries: Sequence[ShardedParameter], dp: Group, policy: ShardingPolicy) -> DataParallel:
-    """The engine over some parameters, each of which is a part of its own."""
-    stage = Stage([], is_first=True, is_last=True)
+def stage_of_entries(entries: Sequence[ShardedParameter], index: int = 0) -> Stage:
+    """A stage that is nothing but parameters, each of which is a part of its own."""
+    stage = Stage([], is_first=True, is_last=True, index=index)
     stage.sharded = tuple(entries)
-    stage.part_of = {entry.name: index for index, entry in enumerate(entries)}
-    return DataParallel(stage, dp, policy)
+    stage.part_of = {entry.name: part for part, entry in enumerate(entries)}
+    return stage
+
+
+def data_parallel(entries: Sequence[ShardedParameter], dp: Group, policy: ShardingPolicy) -> DataParallel:
+    """The engine over some parameters of one stage."""
+    return DataParallel([stage_of_entries(entries)], dp, policy)

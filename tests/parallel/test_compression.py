@@ -147,7 +147,7 @@ def test_b089_one_bit_adam_in_any_layout(pool: WorkerPool, model: dict[str, Any]
         for rank, run in enumerate(runs):
             assert run.traffic == predicted(job, rank), f"rank {rank} of {layout}"
             assert {key for key in run.traffic if key[1] == "all_to_all"} <= {
-                (axis, "all_to_all") for axis in ("dp", "dp+tp", "tied stages 0+1")
+                (axis, "all_to_all") for axis in ("dp", "dp+tp", "tied pp 0+1")
             }
 
 

@@ -93,8 +93,7 @@ def test_activations_follow_schedule_and_recompute(pool: WorkerPool) -> None:
         name: peak_activations(pool, relayout(job, schedule=name), rank=0) for name in ("naive", "gpipe", "1f1b")
     }
     one = by_schedule["1f1b"] - by_schedule["naive"]
-    sent = 7 * 12 * 32 * 4  # what naive has sent before, kept until the step ends
-    assert by_schedule["naive"] == pytest.approx(one + sent, rel=0.1)
+    assert by_schedule["naive"] == pytest.approx(one, rel=0.1)  # what it has sent before is not kept
     assert by_schedule["gpipe"] == pytest.approx(8 * one, rel=0.1)
     modes = {
         mode: peak_activations(pool, small_job(LLAMA, dp=2, optimizer=ADAM, activation_checkpointing={"mode": mode}))

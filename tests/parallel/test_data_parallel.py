@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.jobs import small_job
-from tests.parallel.fakes import RecordingGroup, data_parallel, silent_group, whole_parameter
+from tests.parallel.fakes import RecordingGroup, data_parallel, silent_group, stage_of_entries, whole_parameter
 from tests.parallel.ranks import RankRun, replica_samples, run_steps, tokens_of
 from threefold.job import Job
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
@@ -18,7 +18,9 @@ from threefold.parallel.buckets import ShardingPolicy, build_buckets
 from threefold.parallel.collectives import Group, Pending, ReduceOp
 from threefold.parallel.engine import build_engine, build_job_mesh
 from threefold.parallel.stage import ShardedParameter
+from threefold.schedule import Action, Kind
 
+B0 = Action(Kind.B, 0, 0)
 DP, OTHER = silent_group(2, axis="dp"), silent_group(2, axis="dp+tp")
 
 
@@ -27,7 +29,7 @@ def parameters_of(*sizes: int, group: Group = DP) -> list[ShardedParameter]:
 
 
 def names_in(parameters: list[ShardedParameter], limit: int) -> list[list[str]]:
-    buckets = build_buckets(parameters, DP, ShardingPolicy(limit), {})
+    buckets = build_buckets([stage_of_entries(parameters)], DP, ShardingPolicy(limit))
     return [[entry.name for entry in bucket.entries] for bucket in buckets]
 
 
@@ -46,7 +48,7 @@ def test_buckets_are_filled_in_the_order_in_which_backward_finishes(limit: int, 
 
 def test_what_is_summed_over_other_ranks_is_apart_and_comes_later() -> None:
     parameters = [*parameters_of(2, 2), whole_parameter("norm", (2,), OTHER), whole_parameter("last", (2,), DP)]
-    buckets = build_buckets(parameters, DP, ShardingPolicy(100), {})
+    buckets = build_buckets([stage_of_entries(parameters)], DP, ShardingPolicy(100))
     assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [["last", "p1", "p0"], ["norm"]]
     assert [bucket.group for bucket in buckets] == [DP, OTHER]
     assert [bucket.over_dp for bucket in buckets] == [True, False]
@@ -98,12 +100,12 @@ class Chain:
             entry.parameter.register_hook(lambda _, name=name: self.events.append(f"gradient of {name}"))
 
     def backward(self, is_last: bool = True) -> None:
-        self.sync.before_backward(is_last)
+        self.sync.before_backward(B0, is_last)
         x = torch.ones(4)
         for entry in self.entries:
             x = torch.tanh(x * entry.parameter)
         x.sum().backward()
-        self.sync.after_backward()
+        self.sync.after_compute(B0, None)
 
 
 def test_a_complete_bucket_travels_while_backward_goes_on() -> None:
@@ -139,7 +141,7 @@ def test_buckets_start_in_the_same_order_whatever_completes_first() -> None:
     """Ranks whose backward runs in another order must still post the same collectives."""
     chain = Chain()
     chain.sync.begin_step()
-    chain.sync.before_backward(is_last=True)
+    chain.sync.before_backward(B0, is_last=True)
     for index in (0, 1):
         chain.entries[index].parameter.sum().backward()
     assert "all_reduce started" not in chain.events
@@ -150,7 +152,7 @@ def test_buckets_start_in_the_same_order_whatever_completes_first() -> None:
 def test_a_parameter_without_a_gradient_holds_nobody_up() -> None:
     chain = Chain()
     chain.sync.begin_step()
-    chain.sync.before_backward(is_last=True)
+    chain.sync.before_backward(B0, is_last=True)
     chain.entries[1].parameter.sum().backward()
     chain.sync.finish()
     assert chain.events.count("all_reduce started") == 3
@@ -219,8 +221,8 @@ def test_bucket_size_and_overlap_do_not_change_a_bit(pool: WorkerPool) -> None:
 def test_an_empty_rank_has_nothing_to_sum() -> None:
     sync = data_parallel([], silent_group(), ShardingPolicy(100))
     sync.begin_step()
-    sync.before_backward(is_last=True)
-    sync.after_backward()
+    sync.before_backward(B0, is_last=True)
+    sync.after_compute(B0, None)
     sync.finish()
     sync.hand_gradients(0.5)
     assert sync.buckets == ()

@@ -23,6 +23,7 @@ from threefold.parallel.stage import (
     TensorParallelPlan,
     build_stage,
     model_parts,
+    rank_parameters,
     select_parts,
     tied_stages,
 )
@@ -109,7 +110,7 @@ def test_b004_groups_of_each_kind_of_parameter(sequence_parallel: bool) -> None:
     entries = entries_of(small_job(dp=2, tp=2, pp=2, parallelism=parallelism), rank=0)
     partial = "dp+tp" if sequence_parallel else "dp"
     expected = {
-        "embed.tokens.weight": ("tied stages 0+1", "tied stages 0+1"),
+        "embed.tokens.weight": ("tied pp 0+1", "tied pp 0+1"),
         "embed.positions.weight": ("dp+tp", partial),
         "layers.0.attention_norm.bias": ("dp+tp", partial),
         "layers.0.attention.qkv.weight": ("dp", "dp"),
@@ -196,7 +197,7 @@ def test_b032_stages_list_what_they_share_in_the_same_order() -> None:
     shared = []
     for coord in range(3):
         stage = build_stage(tied_model(), layers, silent_mesh(Layout(pp=3), coord, list(ties.values())), plan)
-        shared.append([entry.name for entry in stage.sharded if entry.name in ties])
+        shared.append([entry.name for entry in rank_parameters([stage]) if entry.name in ties])
     assert shared == [["0.weight", "1.one.weight", "1.two.weight"], ["2.two.weight"], list(ties)]
 
 
@@ -204,7 +205,7 @@ def test_a_parameter_shared_by_stages_must_be_split_over_tp() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     mesh = silent_mesh(Layout(pp=2, tp=2), 0, [(0, 1)])
-    with pytest.raises(TypeError, match=r"0\.weight: .* used on stages \(0, 1\) must be split over tp"):
+    with pytest.raises(TypeError, match=r"0\.weight: .* used on pipeline ranks \(0, 1\) must be split over tp"):
         build_stage(model, [range(1), range(1, 2)], mesh, TensorParallelPlan({"*": StyleRule(Style.REPLICATED)}))
 
 

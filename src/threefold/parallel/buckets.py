@@ -16,7 +16,7 @@ in stage 1: gathering them would need ranks that are at another place of the sch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from threefold.layout import GradientCompression, fill_buckets
 from threefold.parallel.collectives import Group, Pending
 from threefold.parallel.counters import MemoryCounter
-from threefold.parallel.stage import ShardedParameter
+from threefold.parallel.stage import ShardedParameter, Stage, rank_parameters
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Piece:
 
 
 class Bucket:
-    """Parameters that travel together."""
+    """Parameters that travel together. ``stages`` are those of this rank that use them."""
 
     def __init__(
         self,
@@ -83,10 +83,11 @@ class Bucket:
         policy: ShardingPolicy,
         *,
         over_dp: bool,
+        stages: tuple[int, ...] = (0,),
         compressible: bool = False,
         memory: MemoryCounter | None = None,
     ) -> None:
-        self.compressible = compressible
+        self.stages, self.compressible = stages, compressible
         self.memory = memory or MemoryCounter()
         self.entries, self.group, self.over_dp = tuple(entries), group, over_dp
         self.shards_optimizer = policy.stage >= 1
@@ -192,17 +193,12 @@ class Bucket:
         for index, entry in enumerate(self.entries):
             entry.parameter.grad = self._view(self.grads, index) if self.in_place else None
 
-    def begin_backward(self) -> None:
-        """Expect a gradient of every parameter."""
-        self.missing = len(self.entries)
-
     def take_gradient(self, index: int) -> None:
         """Move what autograd has left in ``grad`` into the bucket, in the format that gradients accumulate in."""
         self.missing -= 1
-        if self.in_place:
-            return
         parameter = self.entries[index].parameter
-        assert parameter.grad is not None, "called from the hook that runs when it is there"
+        if self.in_place or parameter.grad is None:  # autograd calls the hook for a gradient that waits, too
+            return
         self._view(self._target(), index).add_(parameter.grad)
         parameter.grad = None
 
@@ -281,33 +277,53 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def build_buckets(
-    parameters: Sequence[ShardedParameter],
-    dp: Group,
-    policy: ShardingPolicy,
-    part_of: Mapping[str, int],
-    memory: MemoryCounter | None = None,
+    stages: Sequence[Stage], dp: Group, policy: ShardingPolicy, memory: MemoryCounter | None = None
 ) -> tuple[Bucket, ...]:
     """Fill buckets in reverse order, apart for each group to sum over; those that reduce over dp come first.
 
-    Under stage 3 a bucket never spans two parts of the model (``part_of``: a parameter's name -> its part), since a
+    A bucket over dp never spans two of the rank's ``stages``, whose gradients are complete at different times; what
+    several of them use has buckets of its own. Under stage 3 it never spans two parts of the model either, since a
     part's parameters are gathered and freed together. Only buckets over dp start to travel during backward: two
     communicators whose order differs between ranks could lock each other up on CUDA.
     """
-    trained = [entry for entry in reversed(parameters) if entry.parameter.requires_grad]
+    users, places = _uses(stages)
+    trained = [entry for entry in reversed(rank_parameters(stages)) if entry.parameter.requires_grad]
     groups = {id(entry.sum_over): entry.sum_over for entry in trained}
     buckets = []
     # Sorted by name, which is the same order on every rank whatever parameters it holds.
     for group in sorted(groups.values(), key=lambda group: (group is not dp, group.axis)):
         mine = [entry for entry in trained if entry.sum_over is group]
-        by_part = policy.stage >= 3 and group is dp
+
+        def apart(entry: ShardedParameter, over_dp: bool = group is dp) -> tuple[object, ...]:
+            by_part = places[entry.name] if policy.stage >= 3 else ()
+            return (users[entry.name], by_part) if over_dp else ()
+
         for kind in sorted({policy.kind(entry) for entry in mine}):
             alike = [entry for entry in mine if policy.kind(entry) == kind]
-            for _, run in groupby(alike, key=lambda entry: part_of[entry.name] if by_part else 0):
+            for _, run in groupby(alike, key=apart):
                 run = list(run)
+                used_by = tuple(sorted({stage for entry in run for stage in users[entry.name]}))
                 for indices in fill_buckets([entry.parameter.numel() for entry in run], policy.bucket_elements):
                     entries = [run[index] for index in indices]
                     bucket = Bucket(
-                        entries, group, policy, over_dp=group is dp, compressible=not kind[0], memory=memory
+                        entries,
+                        group,
+                        policy,
+                        over_dp=group is dp,
+                        stages=used_by,
+                        compressible=not kind[0],
+                        memory=memory,
                     )
                     buckets.append(bucket)
     return tuple(buckets)
+
+
+def _uses(stages: Sequence[Stage]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, int]]]:
+    """By a parameter's name: the stages that use it, and the first of their parts that does."""
+    users: dict[str, tuple[int, ...]] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for stage in stages:
+        for entry in stage.sharded:
+            users[entry.name] = (*users.get(entry.name, ()), stage.index)
+            places.setdefault(entry.name, (stage.index, stage.part_of[entry.name]))
+    return users, places

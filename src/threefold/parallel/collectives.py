@@ -109,6 +109,10 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
+    def alone(self) -> Group:
+        """A group of this rank only."""
+        return Group("self", (self.rank,), self.rank, None, self.activity, self.traffic)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Pending:
         """Replace ``tensor`` on every rank by the sum (or maximum) over the group, in place."""
         if self.handle is None:

@@ -2,14 +2,15 @@
 
 One engine for plain data parallelism and ZeRO 1-3; the buckets know what this rank keeps, the engine knows when. In a
 backward pass whose gradients must travel (the last of a step, or every one from ZeRO stage 2 on), a hook counts a
-bucket's gradients; when the last one is there its reduction starts, and backward goes on (Li et al. 2020). Gradients
-are *summed*: the loss was already divided by the number of valid tokens in the global batch.
+bucket's gradients; when the last one is there its reduction starts, and backward goes on (Li et al. 2020). Where a
+backward pass is split, the weight gradients (W) complete it. Gradients are *summed*: the loss was already divided by
+the number of valid tokens in the global batch.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,48 +21,79 @@ from threefold.parallel.buckets import Bucket, Piece, ShardingPolicy, build_buck
 from threefold.parallel.collectives import Group, Pending
 from threefold.parallel.compression import build_compression
 from threefold.parallel.counters import MemoryCounter
+from threefold.parallel.deferred import WeightTask
 from threefold.parallel.stage import Stage
+from threefold.schedule import Action, Kind
 
 
 class DataParallel:
-    """Owns the parameters' storage and the gradients of one rank."""
+    """Owns the parameters' storage and the gradients of one rank, over all of its ``stages``."""
 
-    def __init__(self, stage: Stage, dp: Group, policy: ShardingPolicy, memory: MemoryCounter | None = None) -> None:
-        self.stage, self.policy, self.memory = stage, policy, memory or MemoryCounter()
-        self.buckets = build_buckets(stage.sharded, dp, policy, stage.part_of, self.memory)
+    def __init__(
+        self, stages: Sequence[Stage], dp: Group, policy: ShardingPolicy, memory: MemoryCounter | None = None
+    ) -> None:
+        self.stages, self.policy, self.memory = tuple(stages), policy, memory or MemoryCounter()
+        self.buckets = build_buckets(stages, dp, policy, self.memory)
         self.compression = build_compression(policy.compression, self.buckets)
-        self._reducing = False
-        self._next_early = 0
+        self.used_by = {
+            stage.index: [bucket for bucket in self.buckets if stage.index in bucket.stages] for stage in stages
+        }
+        self._bucket_of = {id(entry.parameter): bucket for bucket in self.buckets for entry in bucket.entries}
+        self._deferred = stages[0].deferred
+        self._to_start: list[Bucket] = []
+        self._afterwards: list[Bucket] = []
         for number, bucket in enumerate(self.buckets):
             for index, entry in enumerate(bucket.entries):
                 entry.parameter.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), number, index))
+        self._gathered: dict[int, _GatheredParts] = {}
         if policy.stage >= 3:
-            stage.run_part = _GatheredParts(stage, self.buckets).run
+            self._gathered = {stage.index: _GatheredParts(stage, self.buckets) for stage in stages}
+            for stage in stages:
+                stage.run_part = self._gathered[stage.index].run
 
     # A step
 
     def begin_step(self) -> None:
         """Zero all gradients."""
-        self._reducing = False
+        self._to_start, self._afterwards = [], []
         self.compression.begin_step()
         for bucket in self.buckets:
             bucket.begin_step()
 
-    def before_backward(self, is_last: bool) -> None:
-        """A backward pass begins; ``is_last`` says whether it is the last one of the step on this rank."""
-        self._reducing = is_last or self.policy.stage >= 2
-        self._next_early = 0
-        for bucket in self.buckets:
-            bucket.begin_backward()
+    def before_backward(self, action: Action, is_last: bool, tasks: Sequence[WeightTask] = ()) -> None:
+        """A backward pass begins; ``is_last`` says whether it is the last B or W of its stage in this step.
 
-    def after_backward(self) -> None:
-        """Reduce what stage 2 must not keep and backward left incomplete, as unused parameters do; free stage 3."""
-        for bucket in self.buckets[self._next_early :]:
-            if bucket.shards_gradients:
-                bucket.reduce()
-        for bucket in self.buckets:
+        I leaves no bucket complete. W completes all of its stage's, by the gradients of ``tasks`` and those of I.
+        """
+        mine = self.used_by[action.stage]
+        for bucket in mine:
+            bucket.missing = 0 if action.kind is Kind.W else len(bucket.entries)
+        for task in tasks:
+            if id(task.parameter) in self._bucket_of:
+                self._bucket_of[id(task.parameter)].missing += 1
+        if action.kind is not Kind.I:
+            travels = self.policy.overlap and (is_last or self.policy.stage >= 2)
+            self._to_start = [bucket for bucket in mine if travels and self._starts_early(bucket)]
+            self._afterwards = [bucket for bucket in mine if bucket.shards_gradients and bucket not in self._to_start]
+            self._start_complete()
+
+    def _starts_early(self, bucket: Bucket) -> bool:
+        """What several stages use waits for all of them, and what is compressed for the step's end."""
+        return bucket.over_dp and len(bucket.stages) == 1 and not self.compression.takes(bucket)
+
+    def after_compute(self, action: Action, following: Action | None) -> None:
+        """Reduce what stage 2 must not keep, and what backward left incomplete, as unused parameters do.
+
+        Stage 3: free what is still there, and gather what the next action begins with.
+        """
+        # All of a stage's buckets have started before the next stage's first one, on every rank.
+        for bucket in (*self._to_start, *self._afterwards):
+            bucket.reduce()
+        self._to_start, self._afterwards = [], []
+        for bucket in self.used_by[action.stage]:
             bucket.free()
-        self._reducing = False
+        if following is not None and following.stage in self._gathered:
+            self._gathered[following.stage].begin(following.kind)
 
     def finish(self) -> None:
         """Start what has not started yet, in an order that is the same on every rank, and wait for all of it."""
@@ -75,21 +107,30 @@ class DataParallel:
 
     def take_gradient(self, number: int, index: int) -> None:
         """Parameter ``index`` of bucket ``number`` has a gradient: keep it, and start what is now complete."""
-        self.buckets[number].take_gradient(index)
-        if self._reducing and self.policy.overlap:
-            self._start_complete()
+        bucket = self.buckets[number]
+        if bucket.shards_gradients and self._deferred.collecting:
+            self._put_off(number, index)
+            return
+        bucket.take_gradient(index)
+        self._start_complete()
+
+    def _put_off(self, number: int, index: int) -> None:
+        """Keep a gradient that I made until W: the whole bucket, which stage 2 does not keep, must not live as long."""
+        parameter = self.buckets[number].entries[index].parameter
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:  # its task is there already
+            return
+
+        def put_back() -> None:
+            parameter.grad = gradient
+            self.take_gradient(number, index)
+
+        self._deferred.add_task(WeightTask(parameter, lambda: put_back))
 
     def _start_complete(self) -> None:
         # Buckets start in order, never as they happen to complete, so that all ranks post the same collectives.
-        while self._next_early < len(self.buckets):
-            bucket = self.buckets[self._next_early]
-            if self.compression.takes(bucket):  # after backward, all of it
-                self._next_early += 1
-                continue
-            if not bucket.over_dp or bucket.missing > 0:
-                return
-            bucket.reduce()
-            self._next_early += 1
+        while self._to_start and self._to_start[0].missing <= 0:
+            self._to_start.pop(0).reduce()
 
     # What the optimizer sees
 
@@ -173,7 +214,7 @@ def _gradient_hook(engine: weakref.ref[DataParallel], number: int, index: int) -
 class _GatheredParts:
     """ZeRO stage 3: each part's parameters are gathered before it runs, in forward and backward, and freed after.
 
-    The part that comes next is gathered while this one computes.
+    The part that comes next is gathered while this one computes, and the first of an action after the action before.
     """
 
     def __init__(self, stage: Stage, buckets: tuple[Bucket, ...]) -> None:
@@ -193,6 +234,11 @@ class _GatheredParts:
         self._free(index)
         return y
 
+    def begin(self, kind: Kind) -> None:
+        """Start to gather what a pass of that kind needs first; weight gradients need no weight."""
+        if self.parts and kind is not Kind.W:
+            self._start(0 if kind is Kind.F else len(self.parts) - 1)
+
     def _need(self, index: int, then: int) -> None:
         self._start(index)
         for pending in self.arriving.pop(index):
@@ -205,8 +251,10 @@ class _GatheredParts:
             self.arriving[index] = [bucket.gather() for bucket in self.buckets_of[index]]
 
     def _free(self, index: int) -> None:
+        awaited = {id(bucket) for other in self.arriving for bucket in self.buckets_of[other]}  # parts may share one
         for bucket in self.buckets_of[index]:
-            bucket.free()
+            if id(bucket) not in awaited:
+                bucket.free()
 
 
 def _buckets_of(part: nn.Module, held: dict[int, Bucket]) -> list[Bucket]:

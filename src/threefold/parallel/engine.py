@@ -32,9 +32,19 @@ from threefold.parallel.data import DataParallel
 from threefold.parallel.mesh import Mesh, build_mesh
 from threefold.parallel.pipeline import Hooks, LossSum, PipelineExecutor, StepState
 from threefold.parallel.replicas import check_replicas, make_replicas_equal
-from threefold.parallel.stage import ShardedParameter, Stage, TensorParallelPlan, build_stage, recompute_modules
+from threefold.parallel.row import plan_row
+from threefold.parallel.stage import (
+    ShardedParameter,
+    Stage,
+    TensorParallelPlan,
+    build_stages,
+    defer_plain_linears,
+    rank_parameters,
+    ranks_of_ties,
+    recompute_modules,
+)
 from threefold.parallel.vocab import VocabPart, cross_entropy_sum
-from threefold.schedule import build_schedule, forward_only, lower
+from threefold.schedule import Schedule, forward_only, job_schedule, lower
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -49,8 +59,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 class EngineOptions:
     """What an engine needs to know besides its stage: see the job file's keys of the same names."""
 
-    schedule: str
-    num_microbatches: int
+    schedule: Schedule
     boundary_shape: tuple[int, ...]
     dtype: torch.dtype
     sharding: ShardingPolicy
@@ -72,15 +81,23 @@ class StepResult:
 
 
 class Engine:
-    """Forward, backward and gradient reduction of one rank. All ranks must make the same calls."""
+    """Forward, backward and gradient reduction of one rank. All ranks must make the same calls.
 
-    def __init__(self, stage: Stage, mesh: Mesh, loss_sum: LossSum, options: EngineOptions) -> None:
-        self.stage, self.mesh, self.options = stage, mesh, options
-        self.parameters: tuple[ShardedParameter, ...] = stage.sharded
-        self.executor = PipelineExecutor({mesh.coord.pp: stage}, mesh, options.boundary_shape, options.dtype, loss_sum)
-        self.schedule = lower(build_schedule(options.schedule, mesh.layout.pp, options.num_microbatches))
+    ``stages`` are all that this rank holds by the schedule.
+    """
+
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, loss_sum: LossSum, options: EngineOptions) -> None:
+        self.stages, self.mesh, self.options = tuple(stages), mesh, options
+        self.parameters: tuple[ShardedParameter, ...] = rank_parameters(stages)
+        by_index = {stage.index: stage for stage in stages}
+        self.executor = PipelineExecutor(by_index, mesh, options.boundary_shape, options.dtype, loss_sum)
+        self.schedule = lower(options.schedule)
+        self._evaluations: dict[int, Schedule] = {}
+        if plan_row(self.schedule, mesh.coord.pp).splits_backward:
+            for stage in stages:
+                defer_plain_linears(stage, mesh.world)
         make_replicas_equal(self.parameters)
-        self.data = DataParallel(stage, mesh.dp, options.sharding, mesh.memory)
+        self.data = DataParallel(stages, mesh.dp, options.sharding, mesh.memory)
 
     def train_step(
         self,
@@ -96,39 +113,52 @@ class Engine:
         ``update`` finds the summed gradients, ``loss_scale`` times as large, in ``data``. ``stop`` is this rank's wish
         to end.
         """
-        self.stage.train()
+        self._set_training(True)
         batch, num_valid = self._load(samples, load)
         self.data.begin_step()
         results: list[StepResult] = []
 
         def step(state: StepState) -> None:
             results.append(self._summarize(state, num_valid, stop))
+            self.mesh.recorder.ready()
             update(results[0])
 
-        hooks = Hooks(self.data.before_backward, self.data.after_backward, self.data.finish, step)
+        hooks = Hooks(self.data.before_backward, self.data.after_compute, self.data.finish, step)
         with self.mesh.memory.measured():
             self.executor.run(self.schedule, batch, max(num_valid, 1), hooks, loss_scale)
         return results[0]
 
     def evaluate(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> StepResult:
         """Loss over the valid tokens of all replicas' ``samples``; changes nothing, and the norm is 0."""
-        self.stage.eval()
+        self._set_training(False)
         batch, num_valid = self._load(samples, load)
-        schedule = lower(forward_only(self.mesh.layout.pp, len(samples)))
-        state = self.executor.run(schedule, batch, max(num_valid, 1))
+        state = self.executor.run(self._forward_only(len(samples)), batch, max(num_valid, 1))
         return self._summarize(state, num_valid, stop=False, with_norm=False)
+
+    def _forward_only(self, num_microbatches: int) -> Schedule:
+        if num_microbatches not in self._evaluations:
+            own = self.schedule
+            schedule = forward_only(own.num_ranks, num_microbatches, own.num_chunks, own.placement)
+            self._evaluations[num_microbatches] = lower(schedule)
+        return self._evaluations[num_microbatches]
 
     def check_replicas(self, step: int) -> None:
         """Raise ReplicaError, on every rank, when copies of a parameter are not equal."""
         with self.data.whole_parameters():
             check_replicas(self.parameters, self.mesh, step)
 
+    def _set_training(self, training: bool) -> None:
+        for stage in self.stages:
+            stage.train(training)
+
     def _load(self, samples: Sequence[Sequence[int]], load: LoadSamples) -> tuple[ReplicaBatch, int]:
+        self.mesh.recorder.begin_step()
         self.mesh.activity.begin_action("load data", -1, -1)
-        stage, device = self.stage, self.mesh.device
-        batch = load_batch(samples, load, device, with_tokens=stage.is_first, with_labels=stage.is_last)
+        device, has_last = self.mesh.device, any(stage.is_last for stage in self.stages)
+        has_first = any(stage.is_first for stage in self.stages)
+        batch = load_batch(samples, load, device, with_tokens=has_first, with_labels=has_last)
         num_valid = torch.tensor([batch.num_valid], dtype=torch.float64, device=device)
-        if stage.is_last:  # the only stage that needs it before backward
+        if has_last:  # the only stage that needs it before backward
             self.mesh.dp.all_reduce(num_valid).wait()
         return batch, int(num_valid.item())
 
@@ -163,8 +193,9 @@ def build_job_mesh(
     job: Job, rank: int, device: torch.device | None = None, activity: ActivityLog | None = None
 ) -> Mesh:
     """The mesh of the job's layout, with the groups that its model needs."""
-    ends_tied = job.model is not None and job.model.tie_word_embeddings and job.pp > 1
-    return build_mesh(build_layout(job), rank, device, activity, [(0, job.pp - 1)] if ends_tied else [])
+    schedule = job_schedule(job)
+    ends = [(0, schedule.num_stages - 1)] if job.model is not None and job.model.tie_word_embeddings else []
+    return build_mesh(build_layout(job), rank, device, activity, ranks_of_ties(ends, schedule.stage_rank))
 
 
 def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engine:
@@ -173,25 +204,35 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
     assert spec is not None and data is not None, "check_trainable was not called"
     number_format = dtype or DTYPES[job.precision]
     sequence_parallel = job.parallelism.tp.sequence_parallel
-    layers = split_layers(spec.num_hidden_layers, job.pp, job.parallelism.pp.partition)
+    schedule = job_schedule(job)
+    layers = split_layers(spec.num_hidden_layers, schedule.num_stages, job.parallelism.pp.partition)
     with torch.device("meta"):
         model = Decoder(spec)
     plan = tensor_parallel_plan(spec, sequence_parallel)
     initial_value = decoder_initial_value(spec, job.seed)
-    stage = build_stage(model, layers, mesh, plan, seed=job.seed, initial_value=initial_value, dtype=number_format)
+    stages = build_stages(
+        model,
+        layers,
+        mesh,
+        plan,
+        rank_of=schedule.stage_rank,
+        seed=job.seed,
+        initial_value=initial_value,
+        dtype=number_format,
+    )
     local_sequence = data.sequence_length // (job.tp if sequence_parallel else 1)
     options = EngineOptions(
-        schedule=job.parallelism.pp.schedule,
-        num_microbatches=job.num_microbatches,
+        schedule=schedule,
         boundary_shape=(job.micro_batch, local_sequence, spec.hidden_size),
         dtype=number_format,
         sharding=sharding_policy(job, number_format),
     )
     recompute = job.activation_checkpointing.mode
-    stage.recompute_layers = recompute == "full"
-    if recompute == "selective":
-        recompute_modules(stage, "attention.core")
-    return Engine(stage, mesh, decoder_loss(spec, mesh), options)
+    for stage in stages:
+        stage.recompute_layers = recompute == "full"
+        if recompute == "selective":
+            recompute_modules(stage, "attention.core")
+    return Engine(stages, mesh, decoder_loss(spec, mesh), options)
 
 
 def sharding_policy(job: Job, number_format: torch.dtype) -> ShardingPolicy:

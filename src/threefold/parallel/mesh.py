@@ -12,6 +12,7 @@ from threefold.layout import AXES, Coord, Layout
 from threefold.parallel.activity import ActivityLog, NullActivity
 from threefold.parallel.collectives import Group, Traffic
 from threefold.parallel.counters import MemoryCounter
+from threefold.parallel.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Mesh:
     activity: ActivityLog
     traffic: Traffic
     memory: MemoryCounter = field(default_factory=MemoryCounter)
+    recorder: Recorder = field(default_factory=Recorder)
 
     @property
     def coord(self) -> Coord:
@@ -60,9 +62,9 @@ class Mesh:
         """Every rank of the job."""
         return self.group(*AXES)
 
-    def tied(self, stages: Collection[int]) -> Group:
-        """Ranks that hold a copy of a parameter that is used on all of ``stages``: these stages of all replicas."""
-        return self.dp if len(stages) == 1 else self.groups[tied_name(stages)]
+    def tied(self, pp_ranks: Collection[int]) -> Group:
+        """Ranks that hold a copy of a parameter that all of ``pp_ranks`` use: these coordinates of all replicas."""
+        return self.dp if len(pp_ranks) == 1 else self.groups[tied_name(pp_ranks)]
 
 
 def describe(coord: Coord) -> str:
@@ -81,11 +83,11 @@ def build_mesh(
     rank: int,
     device: torch.device | None = None,
     activity: ActivityLog | None = None,
-    tied_stages: Collection[tuple[int, ...]] = (),
+    tied: Collection[tuple[int, ...]] = (),
 ) -> Mesh:
     """Make every group of the layout. All ranks must call this, after ``init_process_group``.
 
-    ``tied_stages`` lists the sets of stages that share a parameter, such as ``(0, pp - 1)`` for a tied embedding.
+    ``tied`` lists the sets of pipeline coordinates that share a parameter, such as ``(0, pp - 1)`` for an embedding.
     """
     activity = activity or NullActivity()
     traffic = Traffic()
@@ -102,20 +104,21 @@ def build_mesh(
         name = group_name(layout, axes)
         if name not in groups:
             add(name, layout.groups(axes) if name else [(r,) for r in range(layout.world_size)])
-    for stages in sorted(set(tied_stages)):
-        add(tied_name(stages), tied_ranks(layout, stages))
-    return Mesh(layout, rank, device or torch.device("cpu"), groups, activity, traffic)
+    for pp_ranks in sorted(set(tied)):
+        add(tied_name(pp_ranks), tied_ranks(layout, pp_ranks))
+    device = device or torch.device("cpu")
+    return Mesh(layout, rank, device, groups, activity, traffic, recorder=Recorder.on(device))
 
 
-def tied_name(stages: Collection[int]) -> str:
-    """Name of the group of a parameter that is used on several stages."""
-    return f"tied stages {'+'.join(map(str, sorted(stages)))}"
+def tied_name(pp_ranks: Collection[int]) -> str:
+    """Name of the group of a parameter that several pipeline ranks use."""
+    return f"tied pp {'+'.join(map(str, sorted(pp_ranks)))}"
 
 
-def tied_ranks(layout: Layout, stages: Collection[int]) -> list[tuple[int, ...]]:
-    """For each tp coordinate: the ranks of these stages in all replicas."""
+def tied_ranks(layout: Layout, pp_ranks: Collection[int]) -> list[tuple[int, ...]]:
+    """For each tp coordinate: the ranks with these pipeline coordinates in all replicas."""
     return [
-        tuple(sorted(layout.rank(dp=dp, pp=pp, tp=tp) for dp in range(layout.dp) for pp in stages))
+        tuple(sorted(layout.rank(dp=dp, pp=pp, tp=tp) for dp in range(layout.dp) for pp in pp_ranks))
         for tp in range(layout.tp)
     ]
 

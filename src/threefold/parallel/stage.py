@@ -7,8 +7,8 @@ from their names. A model with real values works too: each rank then keeps its p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from threefold.layout import Shard, Style, StyleRule, parameter_kind, rule_for, shard
 from threefold.models.init import InitialValue
 from threefold.parallel.collectives import Group
+from threefold.parallel.deferred import DeferredGradients, WeightTask, run_weight_tasks
 from threefold.parallel.dropout import HEAD_SHARDED, CurrentSamples, SampleDropout, split_dim_of
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.tensor import ColumnLinear, RowLinear, SequenceSlice, VocabEmbedding
@@ -32,7 +33,7 @@ class ShardedParameter:
     ``copies``: the ranks that hold the same elements, so their values must stay equal.
     ``sum_over``: the ranks whose local gradients add up to the true gradient.
     ``owns_norm``: whether ``sum_over`` counts it in the global gradient norm; of groups that hold copies of each other,
-    one does.
+    one does. ``place``: where in the model it stands, if several pipeline ranks share it, else None.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ShardedParameter:
     copies: Group
     sum_over: Group
     owns_norm: bool
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,30 @@ class TensorParallelPlan:
 
 
 class Stage(nn.Module):
-    """Some consecutive parts of a model, with the parameters of this rank."""
+    """Some consecutive parts of a model, with the parameters of this rank.
 
-    def __init__(self, parts: Sequence[tuple[str, nn.Module]], *, is_first: bool, is_last: bool) -> None:
+    ``stage(x)`` is the forward pass of a microbatch. Its backward pass is ``backward``, or ``backward_input`` and, any
+    time later, ``backward_weights``; ``x.grad`` is there after either of the first two.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, nn.Module]],
+        *,
+        is_first: bool,
+        is_last: bool,
+        index: int = 0,
+        samples: CurrentSamples | None = None,
+        deferred: DeferredGradients | None = None,
+    ) -> None:
         super().__init__()
+        self.index = index
         self.part_names = tuple(name for name, _ in parts)
         self.parts = nn.ModuleList(module for _, module in parts)
         self.is_first, self.is_last = is_first, is_last
-        self.samples = CurrentSamples()
+        # A rank's stages share these two: a module may stand in several stages, and one runs at a time.
+        self.samples = samples or CurrentSamples()
+        self.deferred = deferred or DeferredGradients()
         self.sharded: tuple[ShardedParameter, ...] = ()
         self.part_of: dict[str, int] = {}
         self.recompute_layers = False
@@ -87,6 +105,27 @@ class Stage(nn.Module):
         if self.recompute_layers and torch.is_grad_enabled() and _LAYER_NAME.search(self.part_names[index]):
             return recompute(part, x)
         return part(x)
+
+    def backward(self, y: Tensor, gradient: Tensor) -> None:
+        """Whole backward pass (B) of the microbatch that gave ``y``; ``gradient`` is that of ``y``.
+
+        The gradient of the input is left in its ``grad``, those of parameters are added to theirs.
+        """
+        if y.requires_grad:  # not where the first stage has no parameter that is trained
+            torch.autograd.backward(y, gradient)
+
+    def backward_input(self, y: Tensor, gradient: Tensor) -> list[WeightTask]:
+        """The gradient of the input alone (I); returns what ``backward_weights`` needs, the rest of ``y`` is freed.
+
+        Parameters of which a gradient can't wait (norms, and whatever is no linear layer or embedding) get theirs now.
+        """
+        with self.deferred.collect() as tasks:
+            self.backward(y, gradient)
+        return tasks
+
+    def backward_weights(self, tasks: list[WeightTask]) -> None:
+        """The gradients of parameters that waited (W) are added to theirs; ``tasks`` is emptied."""
+        run_weight_tasks(tasks)
 
     def find(self, name: str) -> ShardedParameter | None:
         """The parameter of that global name, if this stage holds it."""
@@ -180,6 +219,12 @@ def tied_stages(model: nn.Module, layers: Sequence[range]) -> dict[str, tuple[in
     return {name: tuple(sorted(stages)) for name, stages in users.items() if len(stages) > 1}
 
 
+def ranks_of_ties(ties: Iterable[Collection[int]], rank_of: Callable[[int], int]) -> set[tuple[int, ...]]:
+    """For stages that share a parameter: the pipeline ranks that hold a copy of it each, where they are several."""
+    found = {tuple(sorted({rank_of(stage) for stage in stages})) for stages in ties}
+    return {ranks for ranks in found if len(ranks) > 1}
+
+
 def build_stage(
     model: nn.Module,
     layers: Sequence[range],
@@ -190,33 +235,61 @@ def build_stage(
     initial_value: InitialValue | None = None,
     dtype: torch.dtype | None = None,
 ) -> Stage:
-    """Cut out this rank's part of ``model`` (which is taken apart and must not be used afterwards).
+    """Cut out this rank's part of ``model``: the stage of its pipeline coordinate. See ``build_stages``."""
+    (stage,) = build_stages(model, layers, mesh, plan, seed=seed, initial_value=initial_value, dtype=dtype)
+    return stage
 
-    ``layers`` are those of every stage. ``initial_value`` makes each whole parameter from its name; without it the
-    model's own values are used. Raises JobError when the model can't be split so, KeyError for a module without style,
-    TypeError for a module that its style does not fit, ValueError when ``layers`` are not the model's.
+
+def build_stages(
+    model: nn.Module,
+    layers: Sequence[range],
+    mesh: Mesh,
+    plan: TensorParallelPlan,
+    *,
+    rank_of: Callable[[int], int] | None = None,
+    seed: int = 0,
+    initial_value: InitialValue | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Stage, ...]:
+    """Cut this rank's stages out of ``model`` (which is taken apart and must not be used afterwards).
+
+    ``layers`` are those of every stage, ``rank_of`` says which pipeline coordinate holds a stage: without it stages go
+    round the ranks. A parameter that several stages of this rank use is one and the same in all of them.
+    ``initial_value`` makes each whole parameter from its name; without it the model's own values are used. Raises
+    JobError when the model can't be split so, KeyError for a module without style, TypeError for a module that its
+    style does not fit, ValueError when ``layers`` are not the model's.
     """
-    is_first, is_last = mesh.coord.pp == 0, mesh.coord.pp == mesh.layout.pp - 1
     _check_layers(model_parts(model), layers)
     names, ties = _canonical_names(model), tied_stages(model, layers)
     _check_ties(names, plan.styles)
-    parts = select_parts(model_parts(model), layers[mesh.coord.pp], is_first=is_first, is_last=is_last)
-    stage = Stage(parts, is_first=is_first, is_last=is_last)
-    entries = []
+    parts, last = model_parts(model), len(layers) - 1
+    rank_of = rank_of or (lambda stage: stage % mesh.layout.pp)
+    tied_to = {name: tuple(sorted({rank_of(stage) for stage in stages})) for name, stages in ties.items()}
+    order = {name: place for place, name in enumerate(names)}
+    samples, deferred = CurrentSamples(), DeferredGradients(mesh.memory)
     made: dict[str, ShardedParameter] = {}
-    for module_name, module in list(_modules_with_parameters(parts)):
-        for local_name, parameter in list(module.named_parameters(recurse=False)):
-            name = names[f"{module_name}.{local_name}"]
-            if name not in made:
-                stages = ties.get(name, (mesh.coord.pp,))
-                made[name] = _make(name, module_name, local_name, parameter, mesh, plan, stages, initial_value, dtype)
-                entries.append(made[name])
-            setattr(module, local_name, made[name].parameter)
-    stage.sharded = _ties_first(entries, list(names), ties)
-    stage.part_of = _part_of(parts, names)
-    _apply_styles(stage, parts, mesh.tp, plan, made, names)
-    _replace_dropouts(stage, parts, mesh.tp, plan, seed)
-    return stage
+    stages = []
+    for index in (index for index in range(len(layers)) if rank_of(index) == mesh.coord.pp):
+        is_first, is_last = index == 0, index == last
+        mine = select_parts(parts, layers[index], is_first=is_first, is_last=is_last)
+        stage = Stage(mine, is_first=is_first, is_last=is_last, index=index, samples=samples, deferred=deferred)
+        entries: dict[str, ShardedParameter] = {}
+        for module_name, module in list(_modules_with_parameters(mine)):
+            for local_name, parameter in list(module.named_parameters(recurse=False)):
+                name = names[f"{module_name}.{local_name}"]
+                if name not in made:
+                    ranks = tied_to.get(name, (mesh.coord.pp,))
+                    entry = _make(name, module_name, local_name, parameter, mesh, plan, ranks, initial_value, dtype)
+                    made[name] = replace(entry, place=order[name] if len(ranks) > 1 else None)
+                entries[name] = made[name]
+                setattr(module, local_name, made[name].parameter)
+        stage.sharded = tuple(entries.values())
+        stage.part_of = _part_of(mine, names)
+        stages.append((stage, mine))
+    for stage, mine in stages:
+        _apply_styles(stage, mine, mesh.tp, plan, made, names)
+        _replace_dropouts(stage, mine, mesh.tp, plan, seed)
+    return tuple(stage for stage, _ in stages)
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -236,15 +309,13 @@ def _check_ties(names: Mapping[str, str], styles: Mapping[str, StyleRule]) -> No
             raise TypeError(f"{name} is tied to {first}, but their styles are {rule.style} and {other.style}")
 
 
-def _ties_first(
-    entries: Sequence[ShardedParameter], model_order: Sequence[str], ties: Collection[str]
-) -> tuple[ShardedParameter, ...]:
-    """Parameters that stages share, in the model's order; then the others, in the order of the data flow.
+def rank_parameters(stages: Iterable[Stage]) -> tuple[ShardedParameter, ...]:
+    """The parameters of a rank, each once: what ranks share, in the model's order; the others as the data flows.
 
-    Stages may use what they share in different orders, but must communicate about it in the same one.
+    Ranks may use what they share in different orders, but must communicate about it in the same one.
     """
-    shared = sorted((entry for entry in entries if entry.name in ties), key=lambda entry: model_order.index(entry.name))
-    return (*shared, *(entry for entry in entries if entry.name not in ties))
+    entries = {entry.name: entry for stage in stages for entry in stage.sharded}.values()
+    return tuple(sorted(entries, key=lambda entry: (entry.place is None, entry.place or 0)))
 
 
 def _part_of(parts: Sequence[tuple[str, nn.Module]], names: Mapping[str, str]) -> dict[str, int]:
@@ -271,7 +342,7 @@ def _make(
     parameter: nn.Parameter,
     mesh: Mesh,
     plan: TensorParallelPlan,
-    stages: tuple[int, ...],
+    pp_ranks: tuple[int, ...],
     initial_value: InitialValue | None,
     dtype: torch.dtype | None,
 ) -> ShardedParameter:
@@ -285,23 +356,24 @@ def _make(
     # inside of split layers.
     inside = any(fnmatchcase(module_name, pattern) for pattern in plan.inside)
     partial = replicated and (plan.sequence_parallel or inside)
-    if len(stages) > 1 and replicated and mesh.layout.tp > 1:
-        raise TypeError(f"{name}: a parameter that is used on stages {stages} must be split over tp, not replicated")
+    if len(pp_ranks) > 1 and replicated and mesh.layout.tp > 1:
+        where = f"pipeline ranks {pp_ranks}"
+        raise TypeError(f"{name}: a parameter that is used on {where} must be split over tp, not replicated")
     return ShardedParameter(
         name=name,
         parameter=nn.Parameter(value, requires_grad=parameter.requires_grad),
         shard=part,
         global_shape=tuple(parameter.shape),
-        copies=_reach(mesh, stages, over_tp=replicated),
-        sum_over=_reach(mesh, stages, over_tp=partial),
+        copies=_reach(mesh, pp_ranks, over_tp=replicated),
+        sum_over=_reach(mesh, pp_ranks, over_tp=partial),
         owns_norm=partial or not replicated or mesh.coord.tp == 0,
     )
 
 
-def _reach(mesh: Mesh, stages: tuple[int, ...], *, over_tp: bool) -> Group:
-    """All replicas' ranks of these stages, or, over tp too, of this stage."""
-    if len(stages) > 1:
-        return mesh.tied(stages)
+def _reach(mesh: Mesh, pp_ranks: tuple[int, ...], *, over_tp: bool) -> Group:
+    """All replicas' ranks with these pipeline coordinates, or, over tp too, with this one."""
+    if len(pp_ranks) > 1:
+        return mesh.tied(pp_ranks)
     return mesh.group("dp", "tp") if over_tp else mesh.dp
 
 
@@ -330,7 +402,8 @@ def _apply_styles(
             if done or not any(True for _ in module.parameters(recurse=False)):
                 continue
             entry = made[names[f"{name}.weight"]] if hasattr(module, "weight") else None
-            replacement = _styled(name, module, rule_for(name, plan.styles), entry, group, plan.sequence_parallel)
+            rule = rule_for(name, plan.styles)
+            replacement = _styled(name, module, rule, entry, group, plan.sequence_parallel, stage.deferred)
             _replace(stage, index, part_name, name, replacement)
 
 
@@ -341,13 +414,14 @@ def _styled(
     entry: ShardedParameter | None,
     group: Group,
     sequence_parallel: bool,
+    deferred: DeferredGradients,
 ) -> nn.Module:
     if _is_linear(module) and rule.style in (Style.COLUMN, Style.VOCAB):
-        return ColumnLinear(module, group, sequence_parallel)
+        return ColumnLinear(module, group, sequence_parallel, deferred)
     if _is_linear(module) and rule.style is Style.ROW:
-        return RowLinear(module, group, sequence_parallel)
+        return RowLinear(module, group, sequence_parallel, deferred)
     if _is_embedding(module) and rule.style is Style.VOCAB and entry is not None:
-        return VocabEmbedding(module, entry.shard, group, sequence_parallel)
+        return VocabEmbedding(module, entry.shard, group, sequence_parallel, deferred)
     if rule.style is not Style.REPLICATED:
         raise TypeError(f"{name}: {module} has no {rule.style.value}-parallel form")
     if _is_embedding(module) and sequence_parallel:
@@ -389,6 +463,18 @@ def recompute_modules(stage: Stage, pattern: str) -> None:
             if name and fnmatchcase(name, pattern):
                 parent, _, child = name.rpartition(".")
                 stage.parts[index].get_submodule(parent).register_module(child, Recomputed(module))
+
+
+def defer_plain_linears(stage: Stage, group: Group) -> None:
+    """Let the weight gradients of ordinary linear layers wait too, where a schedule runs I and W apart.
+
+    ``group`` is any of the rank's. A layer with hooks, or of a subclass, stays what it is: its gradients come in I.
+    """
+    for index, part_name in enumerate(stage.part_names):
+        for name, module in list(stage.parts[index].named_modules(prefix=part_name, remove_duplicate=False)):
+            if type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks):
+                replacement = ColumnLinear(module, group.alone(), False, stage.deferred)
+                _replace(stage, index, part_name, name, replacement)
 
 
 def _replace(stage: Stage, index: int, part_name: str, name: str, replacement: nn.Module) -> None:

@@ -14,6 +14,7 @@ F this rank's features, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from threefold.layout import Shard
 from threefold.parallel.collectives import Group, Pending, all_gather_parts, join_parts, reduce_scatter_dim
+from threefold.parallel.deferred import DeferredGradients, Product
 
 SEQUENCE_DIM = 1
 
@@ -32,9 +34,16 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x_BSD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, group: Group, sequence_parallel: bool
+        ctx: Any,
+        x_BSD: Tensor,
+        weight_FD: Tensor,
+        bias_F: Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+        deferred: DeferredGradients,
     ) -> Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.deferred = group, sequence_parallel, deferred
+        ctx.weight, ctx.bias = weight_FD, bias_F
         ctx.save_for_backward(x_BSD, weight_FD)
         return F.linear(_gather_sequence(x_BSD, group) if sequence_parallel else x_BSD, weight_FD, bias_F)
 
@@ -42,21 +51,25 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_BSD, weight_FD = ctx.saved_tensors
-        group: Group = ctx.group
+        group, deferred = ctx.group, ctx.deferred
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # The whole input is gathered again instead of kept: only 1/tp of it is held between forward and backward.
-        parts, gathered = (
-            all_gather_parts(x_BSD, group) if ctx.sequence_parallel and needs_weight else (x_BSD[None], Pending())
-        )
+        start = partial(_start_weight_gradient, group if ctx.sequence_parallel else None)
+        if deferred.collecting:
+            if needs_weight:
+                deferred.add(ctx.weight, start, grad_BSF, x_BSD)
+            if needs_bias:
+                deferred.add(ctx.bias, _start_bias_gradient, grad_BSF)
+            needs_weight = needs_bias = False
+        weight_gradient = start(grad_BSF, x_BSD) if needs_weight else None
         grad_x, reduced = None, Pending()
         if needs_x:
             grad_x, reduced = _reduce_input_gradient(grad_BSF @ weight_FD, group, ctx.sequence_parallel)
-        gathered.wait()
         # The reduction above is under way while these products run.
-        grad_weight = _weight_gradient(grad_BSF, join_parts(parts, SEQUENCE_DIM)) if needs_weight else None
-        grad_bias = grad_BSF.flatten(0, -2).sum(0) if needs_bias else None
+        grad_weight = weight_gradient() if weight_gradient else None
+        grad_bias = _start_bias_gradient(grad_BSF)() if needs_bias else None
         reduced.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -64,9 +77,15 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x_BSF: Tensor, weight_DF: Tensor, group: Group, sequence_parallel: bool
+        ctx: Any,
+        x_BSF: Tensor,
+        weight_DF: Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        deferred: DeferredGradients,
     ) -> Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.deferred = group, sequence_parallel, deferred
+        ctx.weight = weight_DF
         ctx.save_for_backward(x_BSF, weight_DF)
         return _reduce(F.linear(x_BSF, weight_DF), group, sequence_parallel)
 
@@ -77,9 +96,35 @@ class _RowLinear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         if ctx.sequence_parallel:
             grad_BSD = _gather_sequence(grad_BSD, ctx.group)
+        start = partial(_start_weight_gradient, None)
+        if ctx.deferred.collecting and needs_weight:
+            ctx.deferred.add(ctx.weight, start, grad_BSD, x_BSF)
+            needs_weight = False
         grad_x = grad_BSD @ weight_DF if needs_x else None
-        grad_weight = _weight_gradient(grad_BSD, x_BSF) if needs_weight else None
-        return grad_x, grad_weight, None, None
+        grad_weight = start(grad_BSD, x_BSF)() if needs_weight else None
+        return grad_x, grad_weight, None, None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of an embedding."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, rows_BS: Tensor, weight_VD: Tensor, deferred: DeferredGradients
+    ) -> Tensor:
+        ctx.weight, ctx.deferred = weight_VD, deferred
+        ctx.save_for_backward(rows_BS)
+        return F.embedding(rows_BS, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rows_BS,) = ctx.saved_tensors
+        start = partial(_start_lookup_gradient, ctx.weight.shape[0])
+        if ctx.deferred.collecting:
+            ctx.deferred.add(ctx.weight, start, grad_BSD, rows_BS)
+            return None, None, None
+        return None, start(grad_BSD, rows_BS)(), None
 
 
 class _ReducePartial(torch.autograd.Function):
@@ -114,45 +159,81 @@ def _reduce_input_gradient(partial_BSD: Tensor, group: Group, sequence_parallel:
     return partial_BSD, group.all_reduce(partial_BSD)
 
 
+def _start_weight_gradient(gathered_over: Group | None, grad: Tensor, x: Tensor) -> Product:
+    """The gradient of a weight ``[outputs, inputs]``; begins to gather ``x`` where each rank has a part of it."""
+    if gathered_over is None:
+        return partial(_weight_gradient, grad, x)
+    parts, gathered = all_gather_parts(x, gathered_over)
+
+    def product() -> Tensor:
+        gathered.wait()
+        return _weight_gradient(grad, join_parts(parts, SEQUENCE_DIM))
+
+    return product
+
+
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _start_bias_gradient(grad: Tensor) -> Product:
+    return lambda: grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+def _start_lookup_gradient(num_rows: int, grad: Tensor, rows: Tensor) -> Product:
+    return lambda: torch.ops.aten.embedding_dense_backward(grad, rows, num_rows, -1, False)
 
 
 class ColumnLinear(nn.Module):
     """A linear layer that holds, and returns, this rank's outputs: ``[B, S, D] -> [B, S, F]``."""
 
-    def __init__(self, linear: nn.Linear, group: Group, sequence_parallel: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, group: Group, sequence_parallel: bool, deferred: DeferredGradients | None = None
+    ) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.deferred = deferred or DeferredGradients()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """This rank's outputs over the whole sequence."""
-        return _apply(_ColumnLinear, x_BSD, self.weight, self.bias, self.group, self.sequence_parallel)
+        layer = self.group, self.sequence_parallel, self.deferred
+        return _apply(_ColumnLinear, x_BSD, self.weight, self.bias, *layer)
 
 
 class RowLinear(nn.Module):
     """A linear layer that holds this rank's inputs: ``[B, S, F] -> [B, S, D]``, the sum over all ranks."""
 
-    def __init__(self, linear: nn.Linear, group: Group, sequence_parallel: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, group: Group, sequence_parallel: bool, deferred: DeferredGradients | None = None
+    ) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.deferred = deferred or DeferredGradients()
 
     def forward(self, x_BSF: Tensor) -> Tensor:
         """The sum over the ranks; the bias is added once, after it."""
-        y_BSD = _apply(_RowLinear, x_BSF, self.weight, self.group, self.sequence_parallel)
+        y_BSD = _apply(_RowLinear, x_BSF, self.weight, self.group, self.sequence_parallel, self.deferred)
         return y_BSD if self.bias is None else y_BSD + self.bias
 
 
 class VocabEmbedding(nn.Module):
     """An embedding that holds the rows of some tokens: ids ``[B, S] -> [B, S, D]``."""
 
-    def __init__(self, embedding: nn.Embedding, shard: Shard, group: Group, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        shard: Shard,
+        group: Group,
+        sequence_parallel: bool,
+        deferred: DeferredGradients | None = None,
+    ) -> None:
         super().__init__()
         self.weight = embedding.weight
         self.vocab_size = embedding.num_embeddings
         self.shard, self.group, self.sequence_parallel = shard, group, sequence_parallel
+        self.deferred = deferred or DeferredGradients()
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """Each rank looks up the tokens that it holds and gives zeros for the others; the sum is the embedding."""
@@ -160,7 +241,8 @@ class VocabEmbedding(nn.Module):
         start, length = first_row(self.shard), num_rows(self.shard)
         elsewhere_BS = (ids_BS < start) | (ids_BS >= start + length)
         rows_BS = (ids_BS - start).masked_fill(elsewhere_BS, 0)
-        partial_BSD = F.embedding(rows_BS, self.weight).masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
+        found_BSD = _apply(_Lookup, rows_BS, self.weight, self.deferred)
+        partial_BSD = found_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
         return _apply(_ReducePartial, partial_BSD, self.group, self.sequence_parallel)
 
 

@@ -55,10 +55,11 @@ MODEL: Mapping[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 61,
     "hidden_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "max_position_embeddings": 8,
 }
+CHUNKS: Mapping[str, int] = {"interleaved_1f1b": 2, "zb_v": 2}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Cell:
             "train_micro_batch_size_per_gpu": 2,
             "parallelism": {
                 "dp": {"size": 2},
-                "pp": {"size": 2, "schedule": self.schedule},
+                "pp": {"size": 2, "schedule": self.schedule, "chunks": CHUNKS.get(self.schedule, 1)},
                 "tp": dict(TENSORS[self.tensor]),
             },
             "activation_checkpointing": {"mode": self.recompute},
@@ -120,6 +121,15 @@ def rows(compression: str | None = None) -> Iterator[Row]:
 def cells(row: Row) -> tuple[Cell, ...]:
     """Every combination of a row with recompute, schedule and tensor parallelism."""
     return tuple(Cell(row, *rest) for rest in product(RECOMPUTES, SCHEDULES, TENSORS))
+
+
+def pairwise_cells(row: Row) -> tuple[Cell, ...]:
+    """So many of them that every two settings meet: each schedule with each recompute, with tensors in turn."""
+    return tuple(
+        Cell(row, recompute, schedule, tuple(TENSORS)[(one + other) % len(TENSORS)])
+        for one, schedule in enumerate(SCHEDULES)
+        for other, recompute in enumerate(RECOMPUTES)
+    )
 
 
 def refusal(settings: Mapping[str, Any]) -> tuple[Problem, ...]:
@@ -154,12 +164,14 @@ A number names the reason for which `threefold check` refuses it before anything
 that works.
 
 Every **yes** holds with activation recompute {recomputes}, with the schedules
-{schedules}, and without tensor parallelism, with it, and with sequence parallelism. `make test` runs each **yes** in
-one of these combinations, `make test-slow` in all of them.
+{schedules},
+and without tensor parallelism, with it, and with sequence parallelism. `make test` runs each **yes** in one of these
+combinations, `make test-slow` so often that every two of these settings meet.
 
 Loss, every gradient and every parameter equal those of one process to the rounding of the number format: to 1e-10 in
-fp64, else to ten times what the format's rounding does to one process. Sums in bf16 or fp16 add the rounding of that
-format. PowerSGD and 1-bit Adam approximate: they are compared until they start, and after that all replicas must stay
+fp64, else to ten times (fp32) or three times (bf16 and fp16) what the format's rounding does to each of the three in
+one process. Sums in bf16 or fp16 add the rounding of that format.
+PowerSGD and 1-bit Adam approximate: they are compared until they start, and after that all replicas must stay
 equal, bit for bit. Dropout masks belong to samples, so they too are the same in every layout.
 """
 
