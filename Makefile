@@ -18,13 +18,14 @@ DEMO_DATA := data/demo
 # Text that every machine has: the source of Python's standard library. The limit keeps the build at seconds.
 DEMO_BYTES := 6000000
 
-.PHONY: help install demo data test test-slow lint types format docs clean
+.PHONY: help install demo data test test-slow bench lint types format docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       train a small language model on 8 processes'
 	@echo 'make test       run the tests, but for the slow ones'
 	@echo 'make test-slow  run the slow tests'
+	@echo 'make bench      time threefold beside its peers (15 minutes on an idle machine) and write benchmarks/RESULTS.md'
 	@echo 'make lint       check style (make format repairs what it can)'
 	@echo 'make types      check types'
 	@echo 'make docs       write the files in docs/ that are made from the code'
@@ -64,6 +65,21 @@ test: $(VENV)/.installed-dev
 # Status 5 means that no test is marked slow.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
+
+# A peer that can't be installed is in the table with its error.
+bench: $(VENV)/.installed $(VENV)/peers/deepspeed/.tried
+	$(BIN)/python -m benchmarks.peers --write $(BENCH_ARGS)
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/planner_speed.py
+
+# In an environment of its own, since its requirements are not ours, with the PyTorch that threefold has.
+$(VENV)/peers/deepspeed/.tried: | $(VENV)/.installed
+	$(PYTHON) -m venv $(@D)
+	-$(@D)/bin/python -m pip install --quiet --disable-pip-version-check numpy pydantic pyyaml setuptools wheel ninja \
+		"$$($(BIN)/python -c 'import torch; print("torch==" + torch.__version__.partition("+")[0])')"
+	-DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-build-isolation deepspeed
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -31,12 +31,17 @@ TORCH_FREE = (
     "threefold.__main__",
     "threefold.errors",
     "threefold.cli",
+    "threefold.measure.timeline",
     "threefold.parallel.activity",
+    "threefold.parallel.recorder",
     "threefold.train.data",
     "threefold.train.failures",
     "threefold.train.launcher",
+    "threefold.train.lines",
     "threefold.train.learning_rate",
     "threefold.train.preflight",
+    "threefold.train.recorded",
+    "threefold.train.torch_profile",
     "threefold.train.watchdog",
 )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,3 +103,36 @@ def test_a_layout_that_states_a_size_twice_is_refused(
     status, output = run_cli(["parity", str(DEMO), "--layout", "dp=2,dp=3"], capsys, monkeypatch)
     assert status == 2
     assert "is stated twice" in output
+
+
+def command_line(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "threefold", *arguments], text=True, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_output_that_can_not_be_written_is_an_error_without_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = command_line("explain", str(DEMO), stdout=full)
+        message = ended.communicate()[1]
+    assert ended.returncode == 1
+    assert message == "error: the output can't be written: no space left where it goes\n"
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = command_line("explain", str(DEMO), stdout=subprocess.PIPE, env=environment)
+    output, message = ended.communicate()
+    assert (ended.returncode, message) == (0, "")
+    assert "8 devices: two replicas of the model (dp) ? two" in output
+
+
+def test_ctrl_c_ends_a_verb_quietly(tmp_path: Path) -> None:
+    """The verb waits for the end of a file that we hold open: opening a named pipe returns when both ends are there."""
+    pipe = tmp_path / "runs.csv"
+    os.mkfifo(pipe)
+    waiting = command_line("validate", str(pipe), stdout=subprocess.PIPE)
+    with pipe.open("w"):
+        waiting.send_signal(signal.SIGINT)
+        message = waiting.communicate()[1]
+    assert (waiting.returncode, message) == (130, "")

@@ -1,6 +1,6 @@
 """``python -m threefold`` is the ``threefold`` command."""
 
-from threefold.cli.main import main
+from threefold.cli.entry import main
 
 if __name__ == "__main__":
     main()

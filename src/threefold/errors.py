@@ -45,7 +45,9 @@ class InfeasibleError(ThreefoldError):
 
 
 class ScheduleError(ThreefoldError):
-    """A pipeline schedule is illegal; the message holds the printed grid with the offending row marked."""
+    """A pipeline schedule is illegal (exit status 2); the message holds the grid with the offending row marked."""
+
+    exit_status: ClassVar[int] = 2
 
 
 class DataError(ThreefoldError):

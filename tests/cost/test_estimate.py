@@ -13,6 +13,7 @@ from threefold.cost.case import Case, Machine
 from threefold.cost.estimate import estimate, judge, stage_costs
 from threefold.cost.shape import shape_of
 from threefold.cost.strategies import RECOMPUTE_CODES, SCHEDULE_CODES, Strategies
+from threefold.layout import split_layers
 
 SPEC = model("gpt3-175b")
 HARDWARE = machines(nodes=8)
@@ -184,3 +185,45 @@ def test_a_better_machine_is_never_worse(
     before, after = (judge(Case(shape_of(SPEC, 2048), each, strategy, constants)) for each in (machine, better))
     assert after.step_s[0] <= before.step_s[0] * (1 + 1e-12)
     assert after.fits[0] >= before.fits[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 8, 64])
+def test_zero_bubble_is_never_shorter_than_a_step_can_be(microbatches: int) -> None:
+    """Every microbatch still goes through all stages, and the busiest device does all its work."""
+    names = ("1f1b", "zb_h1", "zb_v", "interleaved_1f1b")
+    chunks = {"zb_v": 2, "interleaved_1f1b": 2}
+    steps = {}
+    for name in names:
+        strategy = one(num_microbatches=microbatches, schedule=SCHEDULE_CODES[name], chunks=chunks.get(name, 1))
+        found = estimate(SPEC, 2048, HARDWARE, strategy)
+        steps[name] = float(found.step_s[0])
+        assert float(found.bubble_s[0]) > 0
+    assert steps["zb_h1"] < steps["1f1b"]
+    if microbatches == 1:
+        assert steps["interleaved_1f1b"] > 0.95 * steps["1f1b"], "one microbatch can't overlap with itself"
+        assert steps["zb_h1"] > 0.75 * steps["1f1b"]
+
+
+def test_the_head_is_where_the_last_stage_is() -> None:
+    """Under ZB-V that is the first device: its stages are the first and the last."""
+    spec = model("gpt3-175b", vocab_size=400_000)
+    for partition in (0, 1):
+        strategy = one(chunks=2, schedule=SCHEDULE_CODES["zb_v"], partition=partition)
+        stages = estimate(spec, 2048, HARDWARE, strategy).stages
+        costs = stage_costs(spec, 2048, HARDWARE, strategy, rank_of=[*range(8), *range(7, -1, -1)])
+        for rank, name in ((0, "first"), (1, "middle"), (7, "last")):
+            mine = (rank, 15 - rank)
+            assert sum(costs.forward_s[stage] for stage in mine) == pytest.approx(float(stages[name].forward_s[0]))
+            assert sum(costs.activation_bytes[stage] for stage in mine) == pytest.approx(
+                float(stages[name].activation_bytes[0])
+            )
+        assert costs.forward_s[15] > 1.2 * costs.forward_s[0]
+        assert costs.static_bytes[0] == costs.static_bytes[15] > costs.static_bytes[7]
+
+
+def test_chunks_have_the_layers_that_the_job_gives_them() -> None:
+    """96 layers over 30 stages do not divide: spare layers go to the middle ones."""
+    strategy = one(pp=6, chunks=5, num_microbatches=60, schedule=SCHEDULE_CODES["interleaved_1f1b"])
+    costs = stage_costs(SPEC, 2048, HARDWARE, strategy)
+    layers = [round(each / min(costs.activation_bytes) * 3) for each in costs.activation_bytes]
+    assert layers == [len(stage) for stage in split_layers(96, 30)]

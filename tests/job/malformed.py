@@ -80,11 +80,11 @@ _OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("watchdog.timeout_s", 0),
 ]
 _WRONG_CHOICES: list[tuple[str, Any]] = [
-    ("model.model_type", "mistral"),
+    ("model.model_type", "gemma"),
     ("model.hidden_act", "gelu"),
     ("cluster.inter_node", "200Gbps"),
     ("parallelism.pp.schedule", "1f2b"),
-    ("parallelism.pp.schedule", "zb_h1"),
+    ("parallelism.pp.schedule", "zb_h9"),
     ("parallelism.pp.partition", "balanced"),
     ("parallelism.order", "tp,tp,dp"),
     ("dtype", "fp64"),

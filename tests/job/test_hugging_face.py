@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.job.problems import BATCH, TINY, problem_of, problems_of
-from threefold.job import ModelSpec, parse_job, read_job
+from threefold.job import ModelSpec, check_trainable, parse_job, read_job
 
 GPT2: dict[str, Any] = {
     "activation_function": "gelu_new",
@@ -118,10 +118,75 @@ def test_newer_configs_keep_rope_in_a_section(tmp_path: Path) -> None:
     assert model_from(directory_with(tmp_path, config)).rope_theta == 1e6
 
 
+STRETCH: dict[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+STRETCHED: dict[str, Any] = {
+    **LLAMA,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "llama3", **STRETCH},
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"rope_type": "llama3", **STRETCH}, "rope_theta": 5e5},
+        {"rope_scaling": {"type": "llama3", **STRETCH}, "rope_theta": 5e5},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **STRETCH}},
+    ],
+    ids=["rope_type", "type", "rope_parameters"],
+)
+def test_llama3s_stretched_frequencies_are_described(tmp_path: Path, rope: dict[str, Any]) -> None:
+    config = {key: value for key, value in STRETCHED.items() if not key.startswith("rope_")}
+    model = model_from(directory_with(tmp_path, {**config, **rope}))
+    assert model.rope_scaling is not None and model.rope_theta == 5e5
+    assert model.rope_scaling.model_dump() == {"rope_type": "llama3", **STRETCH}
+    assert model.num_parameters == 8_030_261_248 and model.max_position_embeddings == 131072
+
+
+def test_stretched_frequencies_are_not_trained(tmp_path: Path) -> None:
+    path = directory_with(tmp_path, STRETCHED)
+    rest = {**BATCH, "data": {"train": "x", "sequence_length": 8192}, "steps": 1}
+    (problem,) = check_trainable(parse_job({**rest, "model": {"hf": path}}))
+    assert problem.key == "model.rope_scaling" and "null" in problem.fix and "stretch" in problem.message
+    assert check_trainable(parse_job({**rest, "model": {"hf": path, "rope_scaling": None}})) == []
+
+
+def test_a_job_with_stretched_frequencies_is_written_whole(tmp_path: Path) -> None:
+    job = parse_job({**BATCH, "model": {"hf": directory_with(tmp_path, STRETCHED)}})
+    assert parse_job(json.loads(job.to_json())) == job
+    plain = parse_job({**BATCH, "model": {"hf": directory_with(tmp_path, LLAMA)}})
+    assert "rope_scaling" not in json.loads(plain.to_json())["model"]
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ({**TINY, "rope_scaling": {"rope_type": "llama3", **STRETCH}}, "model.rope_scaling"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "model.rope_scaling.low_freq_factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", **STRETCH, "factor": 0}}, "model.rope_scaling.factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", **STRETCH, "beta": 1}}, "model.rope_scaling.beta"),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "llama3", **STRETCH, "low_freq_factor": 4.0}},
+            "model.rope_scaling.high_freq_factor",
+        ),
+    ],
+)
+def test_a_stretch_that_is_not_one(model: dict[str, Any], key: str) -> None:
+    keys = {problem.key for problem in problems_of({**BATCH, "model": model})}
+    assert key in keys and all(found.startswith("model.rope_scaling") for found in keys)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 8.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 8.0}),
+        ("rope_scaling", "llama3"),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
         ("sliding_window", 4096),
         ("attention_bias", True),
@@ -143,7 +208,7 @@ def test_features_that_are_not_done_are_refused(tmp_path: Path, name: str, value
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({**LLAMA, "model_type": "mistral"}, '"mistral"'),
+        ({**LLAMA, "model_type": "gemma"}, '"gemma"'),
         ({key: value for key, value in LLAMA.items() if key != "model_type"}, "null"),
         ({**LLAMA, "clip_qkv": 8}, "clip_qkv"),
     ],

@@ -110,7 +110,7 @@ def test_relayout_changes_the_batch_only_when_told() -> None:
 def test_relayout_of_a_partition() -> None:
     job = parse_job({**BATCH, "model": TINY, "parallelism": {"pp": {"size": 2, "partition": [4, 2]}}})
     assert relayout(job, dp=2).parallelism.pp.partition == (4, 2)
-    assert relayout(job, pp=3).parallelism.pp.partition == "even"
+    assert relayout(job, pp=3).parallelism.pp.partition == known_fields()["parallelism.pp.partition"].default
     assert relayout(job, pp=3, partition=[1, 2, 3]).parallelism.pp.partition == (1, 2, 3)
     assert relayout(job, partition="auto").parallelism.pp.partition == "auto"
 

@@ -191,12 +191,35 @@ MIXTRAL = {
     "sliding_window": None,
     "vocab_size": 32000,
 }
+MISTRAL = {
+    **COMMON,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "vocab_size": 32768,
+}
+MISTRAL_NEMO = {
+    **MISTRAL,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 40,
+    "vocab_size": 131072,
+}
 QWEN2 = {
     **COMMON,
     "model_type": "qwen2",
     "hidden_size": 3584,
     "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 131072,
     "max_window_layers": 28,
     "num_attention_heads": 28,
     "num_hidden_layers": 28,
@@ -383,6 +406,8 @@ def config_at(tmp_path: Path, config: dict[str, Any]) -> dict[str, Any]:
     ("config", "preset"),
     [
         (MIXTRAL, "mixtral-8x7b"),
+        (MISTRAL, "mistral-7b"),
+        (MISTRAL_NEMO, "mistral-nemo-12b"),
         (QWEN2, "qwen2.5-7b"),
         (QWEN2_MOE, "qwen2-57b-a14b"),
         (QWEN3, "qwen3-32b"),
@@ -418,6 +443,9 @@ def test_a_config_of_opt_has_two_more_positions(tmp_path: Path) -> None:
         (MPT, {"attn_config": {"alibi": False}}, "attn_config"),
         (MPT, {"expansion_ratio": 2.5}, "expansion_ratio"),
         (MIXTRAL, {"sliding_window": 4096}, "sliding_window"),
+        (MISTRAL, {"sliding_window": 4096}, "4096 asks for attention over a window of so many tokens"),
+        (MISTRAL, {"sliding_window": 32767}, "sliding_window to null"),
+        (MISTRAL, {"sliding_window": "wide"}, "sliding_window"),
     ],
 )
 def test_variants_that_would_be_described_wrongly_are_refused(
@@ -426,6 +454,32 @@ def test_variants_that_would_be_described_wrongly_are_refused(
     settings = config_at(tmp_path, {**config, **changes})
     with pytest.raises(JobError, match=words):
         parse_job(settings)
+
+
+@pytest.mark.parametrize("window", [None, 32768, 131072])
+def test_a_window_as_wide_as_the_sequence_is_none(tmp_path: Path, window: int | None) -> None:
+    model = parse_job(config_at(tmp_path, {**MISTRAL, "sliding_window": window})).model
+    assert model == ModelSpec(**presets()["mistral-7b"])
+
+
+def test_mistral_has_a_window_unless_it_says_otherwise(tmp_path: Path) -> None:
+    config = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
+    with pytest.raises(JobError, match="sliding_window"):
+        parse_job(config_at(tmp_path, config))
+
+
+def test_what_mistral_leaves_out(tmp_path: Path) -> None:
+    stated = {name: value for name, value in MISTRAL.items() if name not in ("num_key_value_heads", "rms_norm_eps")}
+    del stated["max_position_embeddings"]
+    model = parse_job(config_at(tmp_path, stated)).model
+    assert model is not None
+    assert (model.num_key_value_heads, model.norm_eps, model.max_position_embeddings) == (8, 1e-6, 131072)
+
+
+@pytest.mark.parametrize("config", [MISTRAL, MIXTRAL], ids=["mistral", "mixtral"])
+def test_null_key_value_heads_are_all_heads(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = parse_job(config_at(tmp_path, {**config, "num_key_value_heads": None})).model
+    assert model is not None and model.num_key_value_heads == 32
 
 
 def test_a_config_may_be_pasted_into_the_job() -> None:

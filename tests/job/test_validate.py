@@ -212,4 +212,5 @@ def test_any_wrong_value_of_any_key_is_refused_in_our_words(key: str, value: Any
         assert not re.search(r"pydantic|Input should|validation error", str(error))
         assert all(line.isprintable() for line in str(error).splitlines())
     else:
-        assert key in {"data.train", "data.validation", "cluster.device"}  # any text is a path or a name
+        paths = {"data.train", "data.validation", "parallelism.pp.schedule_file"}
+        assert key in {*paths, "cluster.device"}  # any text is a path or a name

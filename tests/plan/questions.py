@@ -62,9 +62,15 @@ VALUES: Mapping[str, Sequence[int]] = {
     "recompute": range(3),
     "offload_optimizer": (0, 1),
     "offload_param": (0, 1),
-    "schedule": [SCHEDULE_CODES[name] for name in ("naive", "gpipe", "1f1b")],
+    "schedule": list(SCHEDULE_CODES.values()),
     "order": range(6),
     "partition": (0, 1),
+}
+
+
+CHUNKS: Mapping[int, Sequence[int]] = {
+    SCHEDULE_CODES["interleaved_1f1b"]: range(2, 9),
+    SCHEDULE_CODES["zb_v"]: (2,),
 }
 
 
@@ -75,12 +81,16 @@ def _candidates(question: Question) -> Strategies:
         for tp, pp, micro_batch in product(range(1, devices + 1), range(1, devices + 1), range(1, batch + 1))
         if devices % (tp * pp) == 0 and batch % (devices // (tp * pp) * micro_batch) == 0
     ]
-    settings = list(product(*([fixed[name]] if name in fixed else values for name, values in VALUES.items())))
+    values = {name: [fixed[name]] if name in fixed else values for name, values in VALUES.items()}
+    pairs = [(code, v) for code in values["schedule"] for v in CHUNKS.get(code, (1,))]
+    others = product(*(values[name] for name in values if name != "schedule"))
+    settings = [(*other, *pair) for other, pair in product(others, pairs)]
+    names = [name for name in VALUES if name != "schedule"] + ["schedule", "chunks"]
     left, right = np.meshgrid(np.arange(len(splits)), np.arange(len(settings)))
     sizes = dict(
         zip(("tp", "pp", "dp", "micro_batch"), np.array(splits, dtype=int).reshape(-1, 4)[left.ravel()].T, strict=True)
     )
-    others = dict(zip(VALUES, np.array(settings)[right.ravel()].T, strict=True))
+    others = dict(zip(names, np.array(settings)[right.ravel()].T, strict=True))
     num_microbatches = batch // sizes["dp"] // sizes["micro_batch"]
     everything = Strategies.build(**sizes, **others, num_microbatches=num_microbatches, precision=question.precision)
     return everything.take(_legal(question, everything))
@@ -99,8 +109,12 @@ def _legal(question: Question, all_: Strategies) -> np.ndarray:
     offloaded = model.num_parameters * (12.0 * all_.offload_optimizer + 2.0 * all_.offload_param)
     inside = [np.ones_like(all_.tp), all_.pp, all_.pp * all_.dp, all_.dp, all_.dp * all_.pp]
     span = all_.tp * np.choose(np.array([0, 0, 1, 2, 3, 4])[all_.order], inside)
+    fullest = -(-model.num_hidden_layers // all_.pp)
+    whole = (all_.schedule == SCHEDULE_CODES["zb_v"]) | (fullest % all_.chunks == 0)
+    enough = (all_.pp > 1) & (all_.pp * all_.chunks <= model.num_hidden_layers) & (all_.num_microbatches >= all_.pp)
     return (
-        (widths % all_.tp == 0)
+        ((all_.chunks == 1) | (whole & enough))
+        & (widths % all_.tp == 0)
         & (all_.pp <= model.num_hidden_layers)
         & (all_.zero_stage >= np.maximum(all_.offload_optimizer, 3 * all_.offload_param))
         & (offloaded <= HOST_MEMORY_BYTES * hardware.nodes)

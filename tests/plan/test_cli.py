@@ -143,7 +143,7 @@ def test_all_that_is_wrong_is_said_at_once(cli: Cli) -> None:
         (["plan", "job.json", "--gpu", "h100", "--as-is", "--fix", "tp=2", "-o", "x"], ["--gpu", "--fix", "-o"]),
         (["plan", "no-such-job.json"], ["no-such-job.json"]),
         ([*ARTICLE, "-o", "/no/such/directory/job.json"], ["-o"]),
-        ([*ARTICLE, "--fix", "schedule=zb_h1", "-o", "job.json"], ["-o"]),
+        ([*ARTICLE, "--fix", "cp=2", "-o", "job.json"], ["-o"]),
         ([*ARTICLE, "--sequence-length", "4096"], ["--sequence-length"]),
     ],
 )

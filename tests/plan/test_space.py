@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.questions import ask, hardware_of, model_of
+from threefold.cost.strategies import SCHEDULE_CODES
 from threefold.errors import JobError
 from threefold.job import parse_job
 from threefold.plan.layouts import layouts, refusal
@@ -87,13 +88,20 @@ def test_tp_stays_in_the_node_unless_it_is_fixed() -> None:
     assert set(build_space(ask("gpt3-175b", hardware, 96, tp=12)).tops.tp) == {12}
 
 
-def test_what_training_does_not_run_is_searched_only_when_it_is_fixed() -> None:
-    question = ask("gpt2", hardware_of(), 64)
-    assert set(build_space(question).tops.chunks) == {1}
-    assert build_space(question).rejected[Reason.NOT_RUN] > 0
-    interleaved = build_space(ask("gpt2", hardware_of(), 64, schedule="interleaved_1f1b"))
-    assert set(interleaved.tops.chunks) == {2, 3, 6}
-    assert all(interleaved.tops.num_microbatches % interleaved.tops.pp == 0)
+def test_every_schedule_is_searched_with_its_chunks() -> None:
+    tops = build_space(ask("gpt2", hardware_of(), 64)).tops
+    chunks = {name: set(tops.chunks[tops.schedule == code].tolist()) for name, code in SCHEDULE_CODES.items()}
+    assert chunks == {
+        "naive": set(),  # a rung below 1F1B
+        "gpipe": set(),  # dominated by 1F1B
+        "1f1b": {1},
+        "zb_h1": {1},
+        "zb_v": {2},
+        "interleaved_1f1b": {2, 3, 6},
+    }
+    chunked = tops.take(tops.chunks > 1)
+    assert all(chunked.num_microbatches >= chunked.pp) and all(chunked.pp * chunked.chunks <= 12)
+    assert set(tops.schedule[tops.pp == 1].tolist()) == {SCHEDULE_CODES["1f1b"]}
 
 
 def test_experts_are_split_over_replicas() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.cost.profiles import small_profile
 from threefold.cli.explain import explain
 from threefold.errors import JobError
 from threefold.job import Job, parse_job
@@ -30,7 +31,11 @@ SMALL: dict[str, Any] = {
     "data": {"sequence_length": 128},
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
-    "parallelism": {"tp": {"size": 2, "sequence_parallel": True}, "pp": {"size": 2}, "dp": {"size": 2}},
+    "parallelism": {
+        "tp": {"size": 2, "sequence_parallel": True},
+        "pp": {"size": 2, "partition": "even"},
+        "dp": {"size": 2},
+    },
 }
 
 
@@ -91,7 +96,7 @@ def test_a_hundred_billion_on_512():
     assert "There are 16 pipelines" in text
     assert "(48 nodes before the last left out.)" in text
     assert "69 B parameters" in text
-    assert len(text_of(parse_job(settings)).splitlines()) < 150
+    assert len(text_of(parse_job(settings)).splitlines()) < 155
 
 
 def test_a_small_job_in_full():
@@ -232,3 +237,20 @@ def test_words():
         "0, 8, 16",
         "0, 8, 16, ..., 56",
     ]
+
+
+def test_stages_that_are_cut_by_costs_say_so():
+    settings = SMALL | {"parallelism": {"pp": {"size": 2}}}
+    text = text_of(parse_job(settings))
+    assert re.search(r"^0 +0-8 \(9\) +embedding", text, re.M)
+    flat_text = " ".join(text.split())
+    assert "Partition auto is [9, 3] by FLOPs: the embedding costs as much as 0.00 and the head as 5." in flat_text
+    assert "The even split [6, 6] would take" in flat_text
+    assert "Partition auto" not in text_of(parse_job(SMALL))
+
+
+def test_stages_are_cut_by_a_profile_where_there_is_one():
+    job = parse_job(SMALL | {"parallelism": {"pp": {"size": 2}}})
+    out = io.StringIO()
+    print_explanation(job, Console(file=out), profile=small_profile(job, layer_s=1.0, head_s=0.0))
+    assert "[6, 6] by measured costs" in " ".join(out.getvalue().split())

@@ -1,12 +1,10 @@
-"""Timelines as text and as traces."""
+"""Timelines as text."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from threefold.report.timeline import chrome_trace, chrome_trace_json, format_seconds, format_timeline
+from threefold.report.timeline import format_seconds, format_timeline
 from threefold.schedule import gpipe, one_f_one_b
 from threefold.simulate import StepCosts, Timeline, simulate
 
@@ -36,36 +34,9 @@ def test_blocking_transfers_are_letters_too() -> None:
     assert "rank 0 |F>...<BB=##|" in text and "> send, < receive" in text
 
 
-def test_a_trace_has_a_process_a_rank_and_all_events() -> None:
-    timeline = simulate(gpipe(2, 2), COSTS)
-    trace = json.loads(chrome_trace_json(timeline))
-    assert trace == chrome_trace(timeline)
-    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(slices) == len(timeline)
-    first = next(event for event in slices if event["name"] == "1F0")
-    assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (1, 0, 2e6, 1e6)
-    assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {
-        "rank 0",
-        "rank 1",
-    }
-    memory = [event["args"]["bytes"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 0]
-    assert max(memory) == 2e9 + 2e6
-
-
-def test_events_of_one_row_do_not_overlap() -> None:
-    """Viewers draw overlapping slices of one row as if one called the other."""
-    rows: dict[tuple[int, int], float] = {}
-    for event in chrome_trace(simulate(one_f_one_b(4, 8), StepCosts.uniform(4, p2p_s=5)))["traceEvents"]:
-        if event["ph"] == "X":
-            row = event["pid"], event["tid"]
-            assert event["ts"] >= rows.get(row, 0.0)
-            rows[row] = event["ts"] + event["dur"]
-
-
 def test_a_timeline_without_memory_has_no_column_for_it() -> None:
     recorded = Timeline.from_events("gpipe", 2, 2, 2, simulate(gpipe(2, 2), COSTS).events)
     assert "memory" not in format_timeline(recorded)
-    assert not any(event["ph"] == "C" for event in chrome_trace(recorded)["traceEvents"])
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0125, "12.5 ms"), (3e-5, "30 µs"), (0, "0 µs")])

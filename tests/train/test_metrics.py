@@ -1,8 +1,11 @@
 """What a run writes down, and what it prints."""
 
+import dataclasses
 import io
 import json
 import math
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from threefold.errors import JobError
+from threefold.errors import JobError, WorkerError
 from threefold.train.metrics import MetricsWriter, StepMetrics, new_run_dir
+from threefold.train.recorded import StepTimes
 
 
 def metrics(step: int, loss: float = 2.5, grad_norm: float | None = 1.5) -> StepMetrics:
     return StepMetrics(step, loss, grad_norm, 1e-3, 100 * step, 2000.0, 0.5)
+
+
+def with_times(step: int, bubble: float | None = 0.25, **keys: Any) -> StepMetrics:
+    times = StepTimes(bubble, {"warm_up": 0.125, "host": 0.0625}, 0.5)
+    return dataclasses.replace(metrics(step), times=times, **keys)
 
 
 def make_writer(
@@ -142,3 +151,99 @@ def test_run_directories_are_numbered_and_never_shared(tmp_path: Path) -> None:
         made = list(pool.map(lambda _: new_run_dir(base), range(32)))
     assert len(set(made)) == 32
     assert all(path.is_dir() for path in made)
+
+
+# Recorded times, and fp16
+
+
+def test_recorded_times_are_on_the_line_of_their_step(tmp_path: Path) -> None:
+    writer, output = make_writer(tmp_path)
+    with writer:
+        writer.step(with_times(1))
+        writer.step(with_times(2, bubble=None))
+    first, second = lines(tmp_path)
+    assert (first["bubble"], first["exposed_comm_s"]) == (0.25, 0.5)
+    assert first["idle_s"] == {"warm_up": 0.125, "host": 0.0625}
+    assert "bubble" not in second and second["idle_s"] == first["idle_s"]
+    printed = output.getvalue().splitlines()
+    assert "tokens/s  bubble 25%  ETA" in printed[0] and "bubble" not in printed[1]
+
+
+def test_a_terminal_sees_the_bubble(tmp_path: Path) -> None:
+    writer, output = make_writer(tmp_path, terminal=True)
+    with writer:
+        writer.step(with_times(1))
+    assert "bubble 25%" in output.getvalue()
+
+
+def test_fp16_says_its_scale_and_what_it_skips(tmp_path: Path) -> None:
+    writer, output = make_writer(tmp_path)
+    with writer:
+        writer.step(dataclasses.replace(metrics(1, grad_norm=math.inf), loss_scale=65536.0, skipped=True))
+        writer.step(dataclasses.replace(metrics(2), loss_scale=32768.0, skipped=False))
+        writer.step(metrics(3))
+    one, two, three = lines(tmp_path)
+    assert (one["loss_scale"], one["skipped"], one["grad_norm"]) == (65536.0, True, None)
+    assert (two["loss_scale"], two["skipped"]) == (32768.0, False)
+    assert not {"loss_scale", "skipped", "bubble", "idle_s"} & three.keys()
+    assert output.getvalue().count("skipped (overflow at loss scale 65536)") == 1
+
+
+def test_tensorboard_gets_times_by_cause(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    writer, _ = make_writer(tmp_path, tensorboard=True)
+    with writer:
+        writer.step(with_times(1, loss_scale=2.0, skipped=False))
+    [file] = (tmp_path / "tensorboard").iterdir()
+    events: list[Any] = list(EventFileLoader(str(file)).Load())
+    scalars = {value.tag: value.tensor.float_val[0] for event in events for value in event.summary.value}
+    assert scalars["train/bubble"] == 0.25 and scalars["train/idle_s/warm_up"] == 0.125
+    assert scalars["train/loss_scale"] == 2.0 and scalars["train/skipped"] == 0.0
+
+
+# A full disk
+
+
+_UNTIL_FULL = """
+import resource, sys
+from pathlib import Path
+from threefold.train.metrics import MetricsWriter, StepMetrics
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the kernel writes what fits, then refuses, as on a full disk
+with MetricsWriter(Path(sys.argv[1]), 100, tensorboard=False, live=False) as writer:
+    for step in range(1, 100):
+        writer.step(StepMetrics(step, 2.5, 1.5, 1e-3, 100 * step, 2000.0, 0.5))
+"""
+
+
+def test_a_full_disk_ends_the_run_with_one_error_and_leaves_whole_lines(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _UNTIL_FULL, str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("metrics.jsonl can't be written: File too large") == 1
+    assert "fix: make room on its disk" in done.stderr
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert text.endswith("\n") and 800 < len(text) <= 1000
+    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, text.count("\n") + 1))
+    assert "metrics: " in done.stdout  # the summary of what was done
+
+
+def test_a_full_disk_under_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, _ = make_writer(tmp_path, tensorboard=True)
+    writer.step(metrics(1))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert writer._scalars is not None
+    events = writer._scalars._events
+    monkeypatch.setattr(events, "add_event", fail)
+    with pytest.raises(WorkerError, match=r"tensorboard can't be written: No space left on device"), writer:
+        monkeypatch.setattr(events, "close", fail)
+        writer.step(metrics(2))
+    monkeypatch.undo()
+    events.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]

@@ -299,6 +299,18 @@ def test_divergence_ends_every_rank_with_advice(pool: WorkerPool, tmp_path: Path
         assert all(value.isfinite().all() for value in rank.run.parameters.values())
 
 
+def test_fp16_logs_its_scale_and_the_steps_that_it_skips(pool: WorkerPool, tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}
+    steps = run(pool, small_job(fp16=fp16, steps=3), tmp_path, "pp=2")[0].steps
+    assert [line["loss_scale"] for line in steps] == [2.0**30, 2.0**29, 2.0**28]
+    assert [line["skipped"] for line in steps] == [True] * 3
+    assert [line["grad_norm"] for line in steps] == [None] * 3
+    fine = run(pool, small_job(fp16=fp16 | {"initial_scale_power": 4}, steps=2), tmp_path / "fine", "pp=2")[0].steps
+    assert [(line["loss_scale"], line["skipped"]) for line in fine] == [(16.0, False)] * 2
+    plain = run(pool, small_job(steps=1), tmp_path / "plain")[0].steps
+    assert not {"loss_scale", "skipped"} & plain[0].keys()
+
+
 @pytest.mark.parametrize(("every", "expected"), [(3, [3, 6, 7]), (0, []), (7, [7]), (100, [7])])
 def test_replicas_are_checked_every_so_many_steps_and_at_the_end(
     pool: WorkerPool, tmp_path: Path, every: int, expected: list[int]

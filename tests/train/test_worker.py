@@ -212,10 +212,11 @@ def started(tmp_path: Path, job: dict[str, Any], *launcher: str) -> Iterator[Run
         process.communicate()
 
 
-def check_finished(run: Run, steps: int) -> None:
+def check_finished(run: Run, steps: int, *, has_pipeline: bool = False) -> None:
     lines = run.steps()
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     expected = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "step_s"}
+    expected |= {"idle_s", "exposed_comm_s"} | ({"bubble"} if has_pipeline else set())
     assert all(set(line) == expected for line in lines)
     assert lines[0]["loss"] == pytest.approx(5.55, abs=0.1)  # ln 257
     assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
@@ -246,7 +247,7 @@ def test_a_job_file_is_trained(tokens: Path, tmp_path: Path, parallelism: dict[s
         assert status == 0, output
         assert "step 12/12" in output
         assert "Traceback" not in output
-        check_finished(run, 12)
+        check_finished(run, 12, has_pipeline="pp" in parallelism)
         assert list((run.run_dir / "tensorboard").iterdir())
         job = Job.model_validate_json((run.run_dir / "job.json").read_text())
         assert job.world_size in (2, 4)
@@ -261,7 +262,7 @@ def test_a_job_file_is_trained_under_torchrun(tokens: Path, tmp_path: Path) -> N
     with started(tmp_path, job_of(tokens, parallelism={"pp": {"size": 2}}), *launcher) as run:
         status, output = run.finish()
         assert status == 0, output
-        check_finished(run, 12)
+        check_finished(run, 12, has_pipeline=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,13 +11,18 @@ if TYPE_CHECKING:
 
 
 def check(job: Path, set_: Sequence[str] = ()) -> None:
-    """Print that the job is right and what it amounts to. Raises JobError with every problem when it is wrong.
+    """Print that the job is right and what it amounts to. Raises JobError with every problem when it is wrong, and
+    ScheduleError when its schedule file spells no legal schedule.
 
     A right job may still lack what training needs, or ask for what training does not do yet: that is listed too.
     """
     from threefold.job import check_trainable, read_job
 
     loaded = read_job(job, set_)
+    if loaded.job.parallelism.pp.schedule_file is not None:
+        from threefold.schedule import job_schedule
+
+        job_schedule(loaded.job)
     print(f"OK {job}: {_describe_model(loaded.job.model)}{_describe_layout(loaded.job)}")
     for note in loaded.notes:
         print(f"note: {note}")

@@ -8,15 +8,21 @@ from pathlib import Path
 SUMMARY_FILE = "summary.json"
 
 
-def explain(job: Path, set_: list[str]) -> None:
+def explain(job: Path, set_: list[str], profile: Path | None = None, partition: str | None = None) -> None:
     """Print where every rank of a job is, what it holds, and what each axis sends, when and how often.
+
+    Stages that the job leaves to be cut are cut as ``train`` would, by the costs in ``profile`` where one is given.
 
     For the job file in a run directory, what the run has counted stands next to what is predicted.
     """
+    from threefold.cli.partition import profile_of, with_partition
     from threefold.job import load_job
     from threefold.report.explain import print_explanation
 
-    print_explanation(load_job(job, set_), summary=None if set_ else _summary_beside(job))
+    overrides = with_partition(set_, partition)
+    loaded = load_job(job, overrides)
+    summary = None if overrides else _summary_beside(job)
+    print_explanation(loaded, summary=summary, profile=profile_of(profile, loaded))
 
 
 def _summary_beside(job: Path) -> dict[str, object] | None:

@@ -5,9 +5,12 @@ Asking for help or for an explanation must be instant, so nothing heavy is impor
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,6 +33,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, like parallelism.tp.size=2."),
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Measured costs, by `threefold profile`, instead of modelled ones."),
+]
+PartitionWords = Annotated[
+    str | None,
+    typer.Option("--partition", metavar="COUNTS", help="Layers of each stage, like 3,3,2,4; or even, or auto."),
+]
 
 
 def main() -> None:
@@ -37,11 +48,35 @@ def main() -> None:
 
     An error that threefold raises on purpose is told in its own words. Any other is our bug, and keeps its traceback.
     """
+    _print_what_the_terminal_can()
     try:
-        app(prog_name="threefold")  # also when run by `python -m threefold`
+        try:
+            app(prog_name="threefold")  # also when run by `python -m threefold`
+        finally:
+            sys.stdout.flush()
     except ThreefoldError as error:
         _print_error(str(error))
         sys.exit(error.exit_status)
+    except OSError as error:
+        _end_output(error)
+
+
+def _print_what_the_terminal_can() -> None:
+    """Print "?" for a character that the output's encoding lacks, rather than fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _end_output(error: OSError) -> NoReturn:
+    """End when nobody reads on (``| head``) or the output can't be written; another error is our bug."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        raise error
+    if error.errno == errno.ENOSPC:
+        _print_error("the output can't be written: no space left where it goes")
+    # Python flushes once more as it exits, and would complain about what is still in the buffer.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -61,11 +96,37 @@ def train(
         typer.Option(metavar="DIR", help="Where metrics, logs and the resolved job go; default: runs/NAME/NUMBER."),
     ] = None,
     set_: Overrides = None,
+    profile: ProfileFile = None,
+    partition: PartitionWords = None,
+    torch_profile: Annotated[
+        str | None,
+        typer.Option(
+            "--torch-profile", metavar="STEPS", help="Trace steps like 3 or 3:6 on every rank with PyTorch's profiler."
+        ),
+    ] = None,
 ) -> None:
     """Train as the job says, on processes that this command starts, or as one of those that torchrun started."""
     from threefold.cli.train import train as run
 
-    run(job, run_dir, set_ or [])
+    run(job, run_dir, set_ or [], profile, partition, torch_profile)
+
+
+@app.command()
+def timeline(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The step to show; default: one of median length.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture as one HTML page.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Show what each rank did in a step of a run, beside the simulation: bubble, idle time by cause."""
+    from threefold.cli.timeline import timeline as run
+
+    run(run_dir, step, html, trace, json_)
 
 
 @app.command()
@@ -77,11 +138,30 @@ def check(job: JobFile, set_: Overrides = None) -> None:
 
 
 @app.command()
-def explain(job: JobFile, set_: Overrides = None) -> None:
+def explain(
+    job: JobFile, set_: Overrides = None, profile: ProfileFile = None, partition: PartitionWords = None
+) -> None:
     """Say who computes what, who talks to whom, when and how often."""
     from threefold.cli.explain import explain as run
 
-    run(job, set_ or [])
+    run(job, set_ or [], profile, partition)
+
+
+@app.command()
+def profile(
+    job: JobFile,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the measurements are written.")
+    ] = Path("profile.json"),
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="About how long the parts of the model are measured.")
+    ] = 10.0,
+    set_: Overrides = None,
+) -> None:
+    """Measure the model's parts and the links on this machine, for --profile of plan, train and explain."""
+    from threefold.cli.profile import profile as run
+
+    run(job, output, seconds, set_ or [])
 
 
 @app.command()
@@ -115,13 +195,14 @@ def plan(
         str | None, typer.Option(metavar="LINKSxSPEED", help="Network of one node, like 8x200Gb/s.")
     ] = None,
     set_: Overrides = None,
+    profile: ProfileFile = None,
 ) -> None:
     """Choose the strategy: the fastest layouts that fit, with time, memory and reasons; or predict a job."""
     from threefold.cli.plan import plan as run
 
     run(
         job, model, gpu, nodes, gpus_per_node, global_batch, sequence_length, fix or [], top, json_, output, as_is,
-        inter_node, set_ or [],
+        inter_node, set_ or [], profile,
     )  # fmt: skip
 
 
@@ -134,6 +215,41 @@ def validate(
     from threefold.cli.validate import validate as run
 
     run(runs, json_)
+
+
+@app.command()
+def schedule(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|FILE", help="A schedule by name, or a text file that spells one.")
+    ],
+    stages: Annotated[int | None, typer.Option(metavar="P", min=1, help="Devices of the pipeline.")] = None,
+    microbatches: Annotated[int | None, typer.Option(metavar="M", min=1, help="Microbatches of a step.")] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(metavar="V", min=1, help="Model chunks on each device; default: what the schedule has."),
+    ] = None,
+    forward: Annotated[
+        str, typer.Option(metavar="F", help="Forward time of a device's share, or of each stage, like 1,1,1.5.")
+    ] = "1",
+    input_grad: Annotated[str, typer.Option(metavar="I", help="Likewise, backward for the input's gradient.")] = "1",
+    weight_grad: Annotated[str, typer.Option(metavar="W", help="Likewise, backward for the weights' gradients.")] = "1",
+    p2p: Annotated[str, typer.Option(metavar="C", help="Time of a transfer between two devices.")] = "0",
+    memory_limit: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="For searched: microbatches that a device may hold; default: as 1F1B, P."),
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the rows as text.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the text that schedule_file trains.")
+    ] = None,
+) -> None:
+    """Print a pipeline schedule, its bubble and its memory, by name or from a file, which is checked."""
+    from threefold.cli.schedule import Asked
+    from threefold.cli.schedule import schedule as run
+
+    costs = {"--forward": forward, "--input-grad": input_grad, "--weight-grad": weight_grad, "--p2p": p2p}
+    run(name, Asked(stages, microbatches, chunks, memory_limit), costs, text=text, json_=json_, output=output)
 
 
 @app.command()

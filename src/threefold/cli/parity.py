@@ -148,14 +148,14 @@ def _print_result(console: Console, result: LayoutResult) -> None:
 def _print_verdict(console: Console, report: ParityReport) -> None:
     num_ok = sum(result.ok for result in report.layouts)
     console.print(
-        f"\n{num_ok} of {len(report.layouts)} layouts equal one process within {report.tolerance:.1e} ({report.dtype})"
+        f"\n{num_ok} of {len(report.layouts)} layouts equal one process within {report.tolerance} ({report.dtype})"
     )
     console.print(
-        "What rounding alone does to this model, one process against float64 (a layout may differ by up to ten times "
-        "as much; more is a bug):"
+        "What rounding alone does to this model, one process against float64 (a layout may differ by a few times as "
+        "much; more is a bug):"
     )
     for drift in report.drift:
         console.print(
-            f"  {drift.dtype:<9} loss {drift.loss_error:.1e}, gradients {drift.grad_error:.1e}, "
-            f"parameters {drift.param_error:.1e}"
+            f"  {drift.dtype:<9} loss {drift.loss_error:.1e}, norm {drift.norm_error:.1e}, "
+            f"gradients {drift.grad_error:.1e}, parameters {drift.param_error:.1e}"
         )

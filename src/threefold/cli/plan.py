@@ -57,21 +57,29 @@ def plan(
     as_is: bool,
     inter_node: str | None,
     set_: list[str],
+    profile: Path | None = None,
 ) -> None:
     """Print the best plans for a job file or for a question in words, or with ``as_is`` what a job file amounts to.
 
     Raises JobError for wrong input, InfeasibleError when nothing fits, in both cases with what would help.
     """
     asked = Asked(model, gpu, nodes, gpus_per_node, inter_node, global_batch, sequence_length)
-    _check_options(job, asked, fix, top, output, as_is, set_)
+    _check_options(job, asked, fix, top, output, as_is, set_, profile)
     if job is not None:
-        _plan_job(job, set_, fix, top, json_, output, as_is)
+        _plan_job(job, set_, fix, top, json_, output, as_is, profile)
     else:
         _plan_question(asked, fix, top, json_, output)
 
 
 def _check_options(
-    job: Path | None, asked: Asked, fix: Sequence[str], top: int, output: Path | None, as_is: bool, set_: Sequence[str]
+    job: Path | None,
+    asked: Asked,
+    fix: Sequence[str],
+    top: int,
+    output: Path | None,
+    as_is: bool,
+    set_: Sequence[str],
+    profile: Path | None,
 ) -> None:
     problems = [] if 1 <= top <= 1000 else [Problem("--top", f"{top} is not from 1 to 1000", "use 5")]
     if job is not None:
@@ -82,7 +90,7 @@ def _check_options(
             message = "contradicts --as-is, which predicts the job as it stands"
             problems += [Problem(name, message, "leave one of them out") for name in stated]
     else:
-        stated = [name for name, value in (("--as-is", as_is), ("--set", set_)) if value]
+        stated = [name for name, value in (("--as-is", as_is), ("--set", set_), ("--profile", profile)) if value]
         problems += [Problem(name, "needs a job file", "name one: threefold plan JOB") for name in stated]
         problems += _missing(asked)
     if problems:
@@ -102,25 +110,36 @@ def _missing(asked: Asked) -> list[Problem]:
 
 
 def _plan_job(
-    path: Path, set_: list[str], fix: Sequence[str], top: int, json_: bool, output: Path | None, as_is: bool
+    path: Path,
+    set_: list[str],
+    fix: Sequence[str],
+    top: int,
+    json_: bool,
+    output: Path | None,
+    as_is: bool,
+    profile_path: Path | None,
 ) -> None:
+    from threefold.cli.partition import profile_of
     from threefold.job import load_job
     from threefold.plan.as_is import predict_job
-    from threefold.plan.to_job import question_of, replanned_job
+    from threefold.plan.to_job import balanced_job, question_of, replanned_job
 
     job = load_job(path, set_)
+    profile = profile_of(profile_path, job)
     if as_is:
-        result = predict_job(job)
+        result = predict_job(job, profile)
         _show(result, json_)
         if not result.plans[0].fits:
             from threefold.errors import InfeasibleError
 
             raise InfeasibleError(f"{path}: {result.plans[0].reasons[0]}")
         return
-    result = _answer(replace(question_of(job), fixed=_fixed_of(job, fix)), top, json_)
+    question = question_of(job, profile)
+    result = _answer(replace(question, fixed={**question.fixed, **_fixed_of(job, fix)}), top, json_)
     _show(result, json_)
     if output is not None:
-        _write(output, replanned_job(result.plans[0], job))
+        planned = replanned_job(result.plans[0], job)
+        _write(output, planned if profile is None else balanced_job(planned, profile))
 
 
 def _fixed_of(job: Job, fix: Sequence[str]) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.cost.calibration import Calibration
-from threefold.cost.hardware import Hardware
+from threefold.cost.hardware import Hardware, Measured
 from threefold.cost.shape import Number, Shape
 from threefold.cost.strategies import ORDER_CODES, PRECISION_CODES, RECOMPUTE_CODES, Strategies
 
@@ -34,6 +34,7 @@ class Machine:
     pcie_bytes_per_s: Number
     devices_per_node: Number
     nodes: Number
+    measured: Measured | None = None
 
     @classmethod
     def of(cls, hardware: Hardware) -> Machine:
@@ -52,6 +53,7 @@ class Machine:
             pcie_bytes_per_s=device.pcie_bytes_per_s,
             devices_per_node=float(hardware.devices_per_node),
             nodes=float(hardware.nodes),
+            measured=hardware.measured,
         )
 
 

@@ -15,7 +15,7 @@ from threefold.cost.case import Array, Case
 from threefold.cost.collectives import scatter_s
 from threefold.cost.elementwise import optimizer_s
 from threefold.cost.shape import Number
-from threefold.cost.stages import STAGES, StageLayers, StageSeconds, stage_layers
+from threefold.cost.stages import STAGES, StageLayers, StageSeconds, heads_of, stage_layers
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def device_parameters(case: Case, layers: StageLayers | None = None) -> dict[str
     embedding, head = shape.embedding_parameters / tp, shape.head_parameters / tp
     # A pipeline keeps a tied embedding on both ends; one device keeps it once.
     both = embedding + head * (1 - np.asarray(shape.tied))
-    alone = pp == 1
+    heads = heads_of(case)
     ends = {
-        "first": np.where(alone, both, embedding),
-        "middle": np.where(alone, both, 0.0),
-        "last": np.where(alone, both, head),
+        "first": np.where(heads["first"] > 0, both, embedding),
+        "middle": np.where(pp == 1, both, 0.0),
+        "last": np.where(pp == 1, both, head * heads["last"]),
     }
     counts = {"first": layers.first, "middle": layers.middle, "last": layers.last}
     return {name: DeviceParameters(dense * counts[name] + ends[name], expert * counts[name]) for name in STAGES}

@@ -51,11 +51,13 @@ def optimizer_s(case: Case, parameters: Number) -> Array:
     16-bit copy: about 34 bytes a parameter, at the memory's rate. Offloaded, the states cross PCIe and are updated
     by the host, both of which are bound by PCIe-like rates: gradients out (4 bytes), parameters back (2).
     """
-    local = parameters * 34.0 / case.memory_bytes_per_s
-    host = parameters * 6.0 / case.machine.pcie_bytes_per_s + parameters * 34.0 / HOST_BYTES_PER_S
+    local = parameters * OPTIMIZER_BYTES / case.memory_bytes_per_s
+    host = parameters * 6.0 / case.machine.pcie_bytes_per_s + parameters * OPTIMIZER_BYTES / HOST_BYTES_PER_S
     return np.where(case.strategies.offload_optimizer, host, local)
 
 
+OPTIMIZER_BYTES = 34.0
+"""Read and written for each parameter of an Adam step."""
 HOST_BYTES_PER_S = 25e9
 """Memory bandwidth of a server's host that one of eight devices gets: 8 DDR4 channels of 25 GB/s over 8 devices."""
 

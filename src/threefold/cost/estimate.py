@@ -6,7 +6,8 @@ and other machines in every row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,16 @@ from threefold.cost.hardware import Hardware
 from threefold.cost.memory import ITEMS, layer_activation_bytes, memory_bytes, worst_stage
 from threefold.cost.pipeline import pipeline_seconds
 from threefold.cost.shape import shape_of
-from threefold.cost.stages import STAGES, StageSeconds, message_bytes, message_s, stage_layers, stage_seconds
+from threefold.cost.stages import (
+    STAGES,
+    StageSeconds,
+    message_bytes,
+    message_s,
+    stage_layers,
+    stage_seconds,
+    virtual_stage_layers,
+    virtual_stage_seconds,
+)
 from threefold.cost.strategies import Strategies
 from threefold.cost.volume import communication_bytes
 
@@ -103,8 +113,19 @@ def estimate(
     calibration: Calibration | None = None,
 ) -> Estimates:
     """Predict every strategy of ``model`` on ``hardware``; ``calibration`` defaults to a modern stack's constants."""
-    constants = calibration or load_calibration(generation=hardware.device.generation)
+    constants = calibration or constants_of(hardware)
     return judge(Case(shape_of(model, sequence_length), Machine.of(hardware), strategies, constants))
+
+
+def constants_of(hardware: Hardware) -> Calibration:
+    """A modern stack's constants on these devices, with what a profile measured in their place."""
+    constants = load_calibration(generation=hardware.device.generation)
+    if hardware.measured is None:
+        return constants
+    measured = hardware.measured
+    # A process on a CPU has no driver that reserves memory of a device.
+    reserved = 0.0 if hardware.device.name == "cpu" else constants.reserved_bytes
+    return replace(constants, nvlink_latency_s=measured.latency_s, step_s=measured.step_s, reserved_bytes=reserved)
 
 
 def judge(case: Case) -> Estimates:
@@ -148,30 +169,36 @@ def stage_costs(
     hardware: Hardware,
     strategy: Strategies,
     calibration: Calibration | None = None,
+    *,
+    rank_of: Sequence[int] | None = None,
 ) -> StageCosts:
-    """The costs of the single strategy in ``strategy``, one entry for each of its pp × chunks stages."""
+    """The costs of the single strategy in ``strategy``, one entry for each of its pp × chunks stages.
+
+    ``rank_of`` says which device holds which stage; by default they go round the devices. What a device holds besides
+    activations is spread evenly over its stages.
+    """
     if len(strategy) != 1:
         raise ValueError(f"stage_costs takes one strategy, not {len(strategy)}")
-    constants = calibration or load_calibration(generation=hardware.device.generation)
+    constants = calibration or constants_of(hardware)
     case = Case(shape_of(model, sequence_length), Machine.of(hardware), strategy, constants)
     found = judge(case)
     held = memory_bytes(case)
-    names = _names(int(strategy.pp[0]))
-    chunks = int(strategy.chunks[0])
+    pp, chunks = int(strategy.pp[0]), int(strategy.chunks[0])
+    names = _names(pp)
     static = {
         name: float(sum(float(held[name][item][0]) for item in ITEMS if item != "activations")) for name in STAGES
     }
-
-    def per_chunk(field: str) -> tuple[float, ...]:
-        return tuple(float(getattr(found.stages[name], field)[0]) / chunks for _ in range(chunks) for name in names)
-
+    stages, layers = virtual_stage_seconds(case), virtual_stage_layers(case)
+    outside = [float((stage.total_s - stage.compute_s)[0]) for stage in stages]
+    each = float(_kept_bytes(case)[0])
+    ranks = rank_of or [stage % pp for stage in range(pp * chunks)]
     return StageCosts(
-        forward_s=per_chunk("forward_s"),
-        input_grad_s=per_chunk("input_grad_s"),
-        weight_grad_s=per_chunk("weight_grad_s"),
-        p2p_s=tuple(float(found.stages[name].p2p_s[0]) for _ in range(chunks) for name in names),
-        activation_bytes=per_chunk("activation_bytes"),
-        static_bytes=tuple(static[name] / chunks for _ in range(chunks) for name in names),
+        forward_s=tuple(float(s.forward_s[0]) + o / 3 for s, o in zip(stages, outside, strict=True)),
+        input_grad_s=tuple(float(s.input_grad_s[0]) + o * 2 / 3 for s, o in zip(stages, outside, strict=True)),
+        weight_grad_s=tuple(float(stage.weight_grad_s[0]) for stage in stages),
+        p2p_s=(float(message_s(case)[0]),) * len(stages),
+        activation_bytes=tuple(each * count for count in layers),
+        static_bytes=tuple(static[names[rank]] / chunks for rank in ranks),
         gradient_sync_s=float(found.exposed_comm_s["dp"][0]),
         optimizer_s=float(found.optimizer_s[0]),
     )
@@ -195,11 +222,16 @@ def _exposed(case: Case, stages: dict[str, StageSeconds], slowest: Array) -> dic
     return {"tp": of("tp_s"), "cp": of("cp_s"), "ep": of("ep_s")}
 
 
+def _kept_bytes(case: Case) -> Array:
+    """What a layer keeps of one microbatch."""
+    return np.where(case.full_recompute > 0, message_bytes(case), layer_activation_bytes(case))
+
+
 def _stage_estimates(case: Case, stages: dict[str, StageSeconds]) -> dict[str, StageEstimate]:
     layers = stage_layers(case)
     counts = {"first": layers.first, "middle": layers.middle, "last": layers.last}
     message = message_s(case)
-    each = np.where(case.full_recompute > 0, message_bytes(case), layer_activation_bytes(case))
+    each = _kept_bytes(case)
 
     def one(name: str) -> StageEstimate:
         stage = stages[name]

@@ -103,13 +103,32 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a profile says against the cost model.
+
+    ``factors`` are measured over modelled seconds of "embedding", "layer" and "head": forward, input gradient, weight
+    gradient; they hold for tensor-parallel communication too where ``with_tp``. ``latency_s`` is of an empty
+    collective, ``step_s`` what a step takes besides all that is modelled.
+    """
+
+    factors: Mapping[str, tuple[float, float, float]]
+    with_tp: bool
+    latency_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """``nodes`` × ``devices_per_node`` devices of one kind; a node is what the fast links connect."""
+    """``nodes`` × ``devices_per_node`` devices of one kind; a node is what the fast links connect.
+
+    ``measured`` corrects the cost model, where there is a profile.
+    """
 
     device: Device
     nodes: int
     devices_per_node: int
     inter_node_bytes_per_s: float
+    measured: Measured | None = None
 
     @property
     def num_devices(self) -> int:

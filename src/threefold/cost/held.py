@@ -71,20 +71,32 @@ def _is_on(offload: Offload | None) -> bool:
     return offload is not None and offload.device != "none"
 
 
-def estimate_held(job: Job, pp_coord: int) -> HeldStates:
+def estimate_held(job: Job, pp_coord: int, stages: tuple[int, ...] | None = None) -> HeldStates:
     """What each rank of stage ``pp_coord`` holds between two steps, after the first one (and after compression began).
 
-    Raises ValueError for a job without a model.
+    ``stages`` are those that it holds, where the job's schedule has no name that tells. Raises
+    ValueError for a job without a model.
     """
     policy = _Policy(job)
     ranks = {"dp": job.dp, "dp+tp": job.dp * job.tp, "dp+pp": 2 * job.dp}
     found = [
         _bucket(policy, group, elements, ranks[group.axis])
-        for group in gradient_groups(job, pp_coord)
+        for group in gradient_groups(job, pp_coord, stages)
         for elements in group.bucket_elements
     ]
     names = ("parameters", "gradients", "optimizer", "host")
     return HeldStates(*(sum(getattr(held, name) for held in found) for name in names))
+
+
+def state_bytes_per_parameter(job: Job) -> float:
+    """Bytes on the device for each parameter that a rank holds a part of, padding and sums over more than dp apart."""
+    policy, stage = _Policy(job), job.zero_optimization.stage
+    parameters = policy.parameter_bytes / (job.dp if stage >= 3 else 1)
+    gradients = policy.gradient_bytes / (job.dp if stage >= 2 else 1)
+    optimizer = policy.gradient_bytes * (policy.states + policy.has_copy) / (job.dp if stage >= 1 else 1)
+    if policy.offloads_parameters and stage >= 3:
+        parameters = 0.0
+    return parameters + gradients + (0.0 if policy.offloads_optimizer else optimizer)
 
 
 def _bucket(policy: _Policy, group: GradientGroup, elements: int, ranks: int) -> HeldStates:

@@ -5,7 +5,7 @@ Backward is split into the gradient of the input and that of the weights, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,9 +53,10 @@ def layer_cost(case: Case) -> PartCost:
     again = case.full_recompute * forward + case.selective_recompute * selective
     forward, input_grad, weight_grad, again = _at_least_launched(case, forward, input_grad, weight_grad, again)
     tp_forward, tp_backward = _tensor_parallel_s(case)
-    return PartCost(
+    cost = PartCost(
         forward, input_grad + again, weight_grad, tp_forward, tp_backward, _context_s(case), _expert_s(case)
     )
+    return _as_measured(case, "layer", cost)
 
 
 def head_cost(case: Case) -> PartCost:
@@ -65,14 +66,32 @@ def head_cost(case: Case) -> PartCost:
     loss, zero = loss_s(case), np.zeros(len(case.strategies))
     # A sum of the input gradient over tp, and two numbers a token for the softmax.
     reduced = _layer_collective_s(case) * case.constants.tp_exposed
-    return PartCost(forward + loss * 0.4, input_grad + loss * 0.6, weight_grad, zero, reduced, zero, zero)
+    cost = PartCost(forward + loss * 0.4, input_grad + loss * 0.6, weight_grad, zero, reduced, zero, zero)
+    return _as_measured(case, "head", cost)
 
 
 def embedding_cost(case: Case) -> PartCost:
     """Token look-up and its scatter-add."""
     seconds, zero = embedding_s(case), np.zeros(len(case.strategies))
     reduced = _layer_collective_s(case) * case.constants.tp_exposed
-    return PartCost(seconds * 0.4, seconds * 0.6, zero, reduced, zero, zero, zero)
+    return _as_measured(case, "embedding", PartCost(seconds * 0.4, seconds * 0.6, zero, reduced, zero, zero, zero))
+
+
+def _as_measured(case: Case, part: str, cost: PartCost) -> PartCost:
+    """The cost corrected by a profile, where the machine has one."""
+    measured = case.machine.measured
+    if measured is None:
+        return cost
+    forward, input_grad, weight_grad = measured.factors[part]
+    tp_forward, tp_backward = (forward, input_grad) if measured.with_tp else (1.0, 1.0)
+    return replace(
+        cost,
+        forward_s=cost.forward_s * forward,
+        input_grad_s=cost.input_grad_s * input_grad,
+        weight_grad_s=cost.weight_grad_s * weight_grad,
+        tp_forward_s=cost.tp_forward_s * tp_forward,
+        tp_backward_s=cost.tp_backward_s * tp_backward,
+    )
 
 
 def padded_vocab(case: Case) -> Array:

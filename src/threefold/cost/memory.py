@@ -15,7 +15,7 @@ import numpy as np
 from threefold.cost.case import BF16, FP8, FP32, Array, Case
 from threefold.cost.data_parallel import DeviceParameters, device_parameters
 from threefold.cost.shape import Number
-from threefold.cost.stages import STAGES, message_bytes, stage_layers
+from threefold.cost.stages import STAGES, heads_of, message_bytes, stage_layers
 from threefold.cost.strategies import SCHEDULE_CODES
 
 ITEMS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation")
@@ -42,7 +42,7 @@ def worst_stage(stages: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
 def _stage(case: Case, name: str, layers: Array, parameters: DeviceParameters, each: Array) -> dict[str, Array]:
     states = _states(case, layers, parameters)
     activations = _activations(case, each, in_flight(case, name), layers)
-    logits = _logits(case) * (1.0 if name == "last" else (case.strategies.pp == 1))
+    logits = _logits(case) * heads_of(case)[name]
     buffers = _buffers(case)
     allocated = sum(states.values(), start=np.zeros(1)) + activations + logits + buffers
     fragmentation = case.constants.fragmentation * allocated + case.constants.reserved_bytes
@@ -85,22 +85,25 @@ def _states(case: Case, layers: Array, parameters: DeviceParameters) -> dict[str
 def in_flight(case: Case, name: str) -> Array:
     """Microbatches whose activations a device of the stage holds at the peak; parts of one count as parts.
 
-    1F1B and ZB-H1 keep min(m, p - r) microbatches on rank r, GPipe all m, naive one; interleaved 1F1B keeps
-    min(m·v, 2 (p - r - 1) + (v - 1) p + 1) chunks of L/v layers (Narayanan et al. 2021).
+    1F1B keeps min(m, p - r) microbatches on rank r, GPipe all m, naive one; ZB-H1 and ZB-V min(m, p) on every rank;
+    interleaved 1F1B min(m·v, 2 (p - r - 1) + (v - 1) g + 1) chunks of L/v layers, with rounds of g microbatches
+    (Narayanan et al. 2021, where g = p). The schedules themselves say the same, to a chunk.
     """
     strategies = case.strategies
     m, p, v = strategies.num_microbatches, strategies.pp, np.maximum(strategies.chunks, 1)
     rank = {"first": np.zeros_like(p), "middle": np.minimum(1, p - 1), "last": p - 1}[name]
     one_each = np.minimum(m, p - rank)
-    chunks = np.minimum(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
+    rounds = -(-m // np.maximum(m // p, 1))
+    chunks = np.minimum(m * v, 2 * (p - rank - 1) + (v - 1) * rounds + 1) / v
     codes = SCHEDULE_CODES
     return np.select(
         [
             strategies.schedule == codes["naive"],
             strategies.schedule == codes["gpipe"],
             (strategies.schedule == codes["interleaved_1f1b"]) & (p > 1),
+            (strategies.schedule == codes["zb_h1"]) | (strategies.schedule == codes["zb_v"]),
         ],
-        [np.ones_like(one_each), m, chunks],
+        [np.ones_like(one_each), m, chunks, np.minimum(m, p)],
         default=one_each,
     )
 

@@ -3,7 +3,9 @@
 p stages, m microbatches, v chunks a device; t is the time of forward and backward of a microbatch on one device. The
 slowest stage works through all m without a gap; the fill and the drain add what one microbatch spends on the other
 stages (with t equal everywhere this is (m + p - 1) t, Huang et al. 2019; Narayanan et al. 2021). Chunks divide
-the fill and drain by v. ZB-H1 fills the drain with weight gradients: (p - 1)(t_F + t_I - t_W) (Qi et al. 2023).
+the fill and drain by v. ZB-H1 fills the drain with weight gradients: (p - 1)(t_F + t_I - t_W) (Qi et al. 2023); ZB-V
+halves that with its two chunks. Fewer microbatches than stages leave interleaved chunks waiting for the round trip:
+(max(m, p) + (min(m, p) - 1)/v) t in all.
 """
 
 from __future__ import annotations
@@ -42,21 +44,26 @@ def pipeline_seconds(case: Case, stages: dict[str, StageSeconds]) -> PipelineSec
     others = _fill(case, stages)
     naive = strategies.schedule == SCHEDULE_CODES["naive"]
     chunks = _chunks(case)
-    bubble = np.where(naive, others * strategies.num_microbatches, others / chunks)
+    shorter = np.where(strategies.pp > 1, others / np.maximum(strategies.pp - 1, 1), 0.0)
+    waits = np.maximum(strategies.pp - strategies.num_microbatches, 0) * (1 - 1 / chunks) * shorter
+    bubble = np.where(naive, others * strategies.num_microbatches, others / chunks + waits)
     return PipelineSeconds(strategies.num_microbatches * each_max, bubble, _messages(case, chunks), slowest)
 
 
 def _chunks(case: Case) -> Array:
-    interleaved = case.strategies.schedule == SCHEDULE_CODES["interleaved_1f1b"]
-    return np.where(interleaved, np.maximum(case.strategies.chunks, 1), 1)
+    chunked = np.isin(case.strategies.schedule, [SCHEDULE_CODES[name] for name in ("interleaved_1f1b", "zb_v")])
+    return np.where(chunked, np.maximum(case.strategies.chunks, 1), 1)
 
 
 def _fill(case: Case, stages: dict[str, StageSeconds]) -> Array:
-    """What one microbatch spends on all stages but the slowest; ZB-H1 takes the weight gradients out of it."""
-    zero_bubble = case.strategies.schedule == SCHEDULE_CODES["zb_h1"]
+    """What one microbatch spends on all stages but the slowest; zero bubble takes the weight gradients out of it."""
+    strategies = case.strategies
+    zero_bubble = np.isin(strategies.schedule, [SCHEDULE_CODES[name] for name in ("zb_h1", "zb_v")])
+    # A weight gradient to fill a gap of the drain comes only with a microbatch: m - 1 of the p - 1 gaps have one.
+    filled = np.minimum(strategies.num_microbatches - 1, strategies.pp - 1) / np.maximum(strategies.pp - 1, 1)
 
     def waits(stage: StageSeconds) -> Array:
-        return stage.total_s - np.where(zero_bubble, 2 * stage.weight_grad_s, 0.0)
+        return stage.total_s - np.where(zero_bubble, (1 + filled) * stage.weight_grad_s, 0.0)
 
     first, middle, last = (waits(stages[name]) for name in STAGES)
     pp = case.strategies.pp

@@ -1,4 +1,8 @@
-"""How many layers the first, a middle and the last stage hold, and what a microbatch costs there."""
+"""How many layers the first, a middle and the last device of a pipeline hold, and what a microbatch costs there.
+
+The first device holds the embedding and the last one the head; only under ZB-V, whose stages go down the devices and
+come back up, is the head on the first, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import numpy as np
 from threefold.cost.case import Array, Case
 from threefold.cost.collectives import scatter_s, send_s
 from threefold.cost.layer import PartCost, embedding_cost, head_cost, layer_cost
-from threefold.cost.strategies import PARTITION_CODES
+from threefold.cost.strategies import PARTITION_CODES, SCHEDULE_CODES
+from threefold.layout import balanced_sizes, split_layers
 
 STAGES = ("first", "middle", "last")
 
@@ -37,6 +42,12 @@ def stage_layers(case: Case) -> StageLayers:
     last = np.where(balanced, counted.last - 1, even.last)
     middle = np.where(balanced, counted.middle, even.middle)
     alone = stages == 1
+    turns_back = case.strategies.schedule == SCHEDULE_CODES["zb_v"]
+    if turns_back.any():
+        halves, counted = _split_v(layers, stages), _split_v(layers + 2, stages)
+        first = np.where(turns_back, np.where(balanced, counted.first - 2, halves.first), first)
+        middle = np.where(turns_back, np.where(balanced, counted.middle, halves.middle), middle)
+        last = np.where(turns_back, np.where(balanced, counted.last, halves.last), last)
     return StageLayers(np.where(alone, layers, first), np.where(alone, layers, middle), np.where(alone, layers, last))
 
 
@@ -45,6 +56,16 @@ def _split(layers: Array, stages: Array) -> StageLayers:
     base, spare = np.divmod(layers, stages)
     between = np.maximum(stages - 2, 0)
     return StageLayers(base + (spare > between), base + (spare > 0), base)
+
+
+def _split_v(layers: Array, stages: Array) -> StageLayers:
+    """Two stages a device, r and 2p - 1 - r: spare layers go to the later middle stages, which lie on the devices 1 to
+    p - 1, then to the earlier ones back again."""
+    base, spare = np.divmod(layers, 2 * stages)
+    ends = (spare > 2 * stages - 2).astype(float)
+    middle = (spare > 0).astype(float) + (spare > stages)
+    last = (spare >= stages - 1).astype(float) + (spare >= stages)
+    return StageLayers(2 * base + ends, 2 * base + middle, 2 * base + np.where(stages > 1, last, ends))
 
 
 @dataclass(frozen=True)
@@ -71,15 +92,50 @@ class StageSeconds:
 
 def stage_seconds(case: Case) -> dict[str, StageSeconds]:
     """What one microbatch costs on the first, a middle and the last stage."""
-    layers = stage_layers(case)
+    layers, heads = stage_layers(case), heads_of(case)
     layer, embedding, head = layer_cost(case), embedding_cost(case), head_cost(case)
     alone = (case.strategies.pp == 1).astype(float)
     one = np.ones(len(case.strategies))
     return {
-        "first": _combine(layer, layers.first, embedding, one, head, alone),
-        "middle": _combine(layer, layers.middle, embedding, alone, head, alone),
-        "last": _combine(layer, layers.last, embedding, alone, head, one),
+        "first": _combine(layer, layers.first, embedding, one, head, heads["first"]),
+        "middle": _combine(layer, layers.middle, embedding, alone, head, heads["middle"]),
+        "last": _combine(layer, layers.last, embedding, alone, head, heads["last"]),
     }
+
+
+def heads_of(case: Case) -> dict[str, Array]:
+    """1 where the first, a middle and the last device hold the head, else 0; a pipeline of one is all three."""
+    alone = case.strategies.pp == 1
+    turns_back = case.strategies.schedule == SCHEDULE_CODES["zb_v"]
+    return {
+        "first": (alone | turns_back).astype(float),
+        "middle": alone.astype(float),
+        "last": (alone | ~turns_back).astype(float),
+    }
+
+
+def virtual_stage_seconds(case: Case) -> list[StageSeconds]:
+    """What one microbatch costs on each of the pp × chunks stages of a case of one strategy, in pipeline order."""
+    layer, embedding, head = layer_cost(case), embedding_cost(case), head_cost(case)
+    counts = virtual_stage_layers(case)
+    last = len(counts) - 1
+
+    def share(holds: bool) -> Array:
+        return np.full(1, float(holds))
+
+    return [
+        _combine(layer, np.full(1, float(count)), embedding, share(stage == 0), head, share(stage == last))
+        for stage, count in enumerate(counts)
+    ]
+
+
+def virtual_stage_layers(case: Case) -> tuple[int, ...]:
+    """Layers of each of the pp × chunks stages of a case of one strategy, as ``layout.split_layers`` gives them."""
+    num_layers = round(float(np.ravel(case.shape.layers)[0]))
+    num_stages = int(case.strategies.pp[0]) * int(case.strategies.chunks[0])
+    if int(case.strategies.partition[0]) == PARTITION_CODES["balanced"]:
+        return balanced_sizes(num_layers, num_stages)
+    return tuple(map(len, split_layers(num_layers, num_stages)))
 
 
 def _combine(

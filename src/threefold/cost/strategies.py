@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[Any]
 
 SCHEDULE_CODES: Mapping[str, int] = MappingProxyType(
-    {"naive": 0, "gpipe": 1, "1f1b": 2, "interleaved_1f1b": 3, "zb_h1": 4}
+    {"naive": 0, "gpipe": 1, "1f1b": 2, "interleaved_1f1b": 3, "zb_h1": 4, "zb_v": 5}
 )
 PRECISION_CODES: Mapping[str, int] = MappingProxyType({"fp32": 0, "fp16": 1, "bf16": 2, "fp8": 3, "fp4": 4})
 RECOMPUTE_CODES: Mapping[str, int] = MappingProxyType({"none": 0, "selective": 1, "full": 2})

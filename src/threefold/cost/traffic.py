@@ -11,8 +11,9 @@ algorithm puts on the wire. A ring all-reduce of n bytes over g ranks sends 2 n 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 
@@ -23,6 +24,7 @@ from threefold.layout import (
     decoder_shards,
     fill_buckets,
     split_layers,
+    stage_of_parameter,
     stage_parameters,
 )
 from threefold.layout.compression import factor_elements, sign_bytes
@@ -61,28 +63,49 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The numbers that the patterns need, for one stage of a job."""
+    """The numbers that the patterns need, for all the ``stages`` of one pipeline rank of a job."""
 
     job: Job
     model: ModelSpec
     sequence_length: int
-    coord: int
+    stages: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        return self.job.parallelism.pp.num_stages - 1
 
     @property
     def is_first(self) -> bool:
-        return self.coord == 0
+        return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
-        return self.coord == self.job.pp - 1
+        return self.last in self.stages
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers[self.coord])
+        return sum(len(self.layers[stage]) for stage in self.stages)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shapes of the parameters of these stages, and of both ends of the model."""
+        return self.model.parameter_shapes([layer for stage in self.stages for layer in self.layers[stage]])
+
+    @cached_property
+    def layers(self) -> tuple[range, ...]:
+        pipeline = self.job.parallelism.pp
+        return split_layers(self.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
 
     @property
-    def layers(self) -> tuple[range, ...]:
-        return split_layers(self.model.num_hidden_layers, self.job.pp, self.job.parallelism.pp.partition)
+    def holds_both_ends(self) -> bool:
+        """Whether a tied embedding is one parameter here, instead of a copy on each of two ranks."""
+        return self.is_first and self.is_last
+
+    def users(self, name: str) -> tuple[int, ...]:
+        """The stages of this rank that use a parameter."""
+        owner = stage_of_parameter(name, self.layers)
+        shared = name == EMBEDDING and self.model.tie_word_embeddings
+        return tuple(stage for stage in self.stages if stage == owner or (shared and stage == self.last))
 
     @property
     def element_bytes(self) -> int:
@@ -124,21 +147,34 @@ class _Stage:
         return self.job.parallelism.tp.sequence_parallel and self.job.tp > 1
 
 
-def estimate_traffic(
-    job: Job, pp_coord: int, sequence_length: int | None = None, *, compressed: bool = True
-) -> tuple[Transfer, ...]:
-    """Everything that a rank of stage ``pp_coord`` sends in one optimizer step; all ranks of a stage send the same.
+def rank_stages(job: Job, pp_coord: int) -> tuple[int, ...]:
+    """The stages of pipeline rank ``pp_coord``: they go round the ranks, but those of zb_v go down and come back up."""
+    pipeline = job.parallelism.pp
+    turns_back = pipeline.schedule == "zb_v" and pipeline.schedule_file is None
+    places = (job.pp - 1 - pp_coord if turns_back and turn % 2 else pp_coord for turn in range(pipeline.chunks))
+    return tuple(turn * job.pp + place for turn, place in enumerate(places))
 
-    ``sequence_length`` defaults to the job's data section. ``compressed`` tells a step with the job's compression from
-    one of the steps before it starts. Collectives over one rank are not sent and not listed.
-    Evaluation, replica checks and the start of a run are not counted. Raises ValueError for a job without a model or
-    without a sequence length.
+
+def estimate_traffic(
+    job: Job,
+    pp_coord: int,
+    sequence_length: int | None = None,
+    *,
+    compressed: bool = True,
+    stages: tuple[int, ...] | None = None,
+) -> tuple[Transfer, ...]:
+    """Everything that a rank sends in one optimizer step; all ranks with this pipeline coordinate send the same.
+
+    ``stages`` are those that it holds, for a schedule of which ``rank_stages`` can't know. ``sequence_length`` defaults
+    to the job's data section. ``compressed`` tells a step with the job's compression from one of the steps before it
+    starts. Collectives over one rank are not sent and not listed. Evaluation, replica checks and the start of a run are
+    not counted. Raises ValueError for a job without a model or without a sequence length.
     """
     if sequence_length is None and job.data is not None:
         sequence_length = job.data.sequence_length
     if job.model is None or sequence_length is None:
         raise ValueError("bytes are known only for a job with a model and a sequence length")
-    stage = _Stage(job, job.model, sequence_length, pp_coord)
+    stage = _Stage(job, job.model, sequence_length, stages or rank_stages(job, pp_coord))
     found = [*_tensor(stage), *_pipeline(stage), *_gradients(stage, compressed), *_scalars(stage)]
     return tuple(transfer for transfer in found if transfer.count_per_step and transfer.payload_bytes)
 
@@ -215,11 +251,13 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
     # Under sequence parallelism every tp rank has, and sends, its own part of the sequence.
     message_bytes = stage.activation_bytes // (stage.job.tp if stage.sequence_parallel else 1)
     M = stage.job.num_microbatches
-    if not stage.is_last:
-        yield Transfer("pp", "send", "activations to the next stage", "forward, 1 a microbatch", message_bytes, M)
-    if not stage.is_first:
-        what = "gradient of the activations to the previous stage"
-        yield Transfer("pp", "send", what, "backward, 1 a microbatch", message_bytes, M)
+    # Between two stages of one rank nothing is sent.
+    on = sum(index != stage.last and index + 1 not in stage.stages for index in stage.stages)
+    back = sum(index != 0 and index - 1 not in stage.stages for index in stage.stages)
+    each = "1 a microbatch" if stage.last < stage.job.pp else "1 a stage and microbatch"
+    yield Transfer("pp", "send", "activations to the next stage", f"forward, {each}", message_bytes, M * on)
+    what = "gradient of the activations to the previous stage"
+    yield Transfer("pp", "send", what, f"backward, {each}", message_bytes, M * back)
 
 
 # Data parallel
@@ -229,14 +267,15 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
 class GradientGroup:
     """Gradients that are summed over the same ``axis``: local shapes in each bucket, in the order of filling.
 
-    ``uses`` says on how many parts of the model a bucket's parameters are used (a tied embedding on two).
-    ``compressed`` ones are those that the job's compression takes.
+    ``uses`` says on how many parts of the model a bucket's parameters are used (a tied embedding on two), ``backwards``
+    in the backward passes of how many stages. ``compressed`` ones are those that the job's compression takes.
     """
 
     axis: str
     what: str
     bucket_shapes: tuple[tuple[tuple[int, ...], ...], ...]
     uses: tuple[int, ...]
+    backwards: tuple[int, ...]
     compressed: bool = False
 
     @property
@@ -245,32 +284,38 @@ class GradientGroup:
         return tuple(sum(map(prod, shapes)) for shapes in self.bucket_shapes)
 
 
-def gradient_groups(job: Job, pp_coord: int) -> tuple[GradientGroup, ...]:
-    """How the gradients of stage ``pp_coord`` are put into buckets; parameters in reverse model order.
+def gradient_groups(job: Job, pp_coord: int, stages: tuple[int, ...] | None = None) -> tuple[GradientGroup, ...]:
+    """How the gradients of pipeline rank ``pp_coord`` are put into buckets; parameters in reverse model order.
 
     Most are summed over dp. Under sequence parallelism each tp rank sees a part of the tokens, so the gradients of
-    replicated parameters are summed over dp and tp. A tied embedding is summed over dp and the first and last stage.
-    Under ZeRO stage 3 a bucket over dp never spans two parts of the model.
+    replicated parameters are summed over dp and tp. A tied embedding is summed over dp and the ranks of the first and
+    the last stage, unless one rank holds both. A bucket over dp never spans two stages, and under ZeRO stage 3 never
+    two parts of the model. ``stages`` as in ``estimate_traffic``.
     """
     if job.model is None:
         raise ValueError("gradient buckets are known only for a job with a model")
-    stage = _Stage(job, job.model, 1, pp_coord)
+    stage = _Stage(job, job.model, 1, stages or rank_stages(job, pp_coord))
     shards = _shards(stage)
     shapes = _local_shapes(stage, shards)
-    tied = {EMBEDDING} if job.model.tie_word_embeddings and job.pp > 1 else set()
+    tied = {EMBEDDING} if job.model.tie_word_embeddings and not stage.holds_both_ends else set()
     partial = _replicated(shapes, shards) - tied if job.parallelism.tp.sequence_parallel else set()
     plain = set(shapes) - tied - partial
     kinds = _kinds(job, shapes, shards, partial)
-    used_twice = {EMBEDDING} if job.model.tie_word_embeddings and job.pp == 1 else set()
+    used_twice = {EMBEDDING} if job.model.tie_word_embeddings and stage.holds_both_ends else set()
 
     def groups(axis: str, what: str, names: Set[str]) -> Iterator[GradientGroup]:
         for kind in sorted({kinds[name] for name in names & kinds.keys()} | {_WHOLE}):
             mine = {name: shape for name, shape in shapes.items() if name in names and kinds[name] == kind}
             by_part = axis == "dp" and job.zero_optimization.stage == 3
-            buckets = _fill(mine, job.zero_optimization.reduce_bucket_size, by_part)
+
+            def apart(name: str, over_dp: bool = axis == "dp", by_part: bool = by_part) -> tuple[object, ...]:
+                return stage.users(name) if over_dp else (), _part_of(name) if by_part else ""
+
+            buckets = _fill(mine, job.zero_optimization.reduce_bucket_size, apart)
             uses = tuple(1 + bool(used_twice & set(bucket)) for bucket in buckets)
+            backwards = tuple(max(len(stage.users(name)) for name in bucket) for bucket in buckets)
             held = tuple(tuple(shapes[name] for name in bucket) for bucket in buckets)
-            yield GradientGroup(axis, what, held, uses, compressed=kind != _WHOLE)
+            yield GradientGroup(axis, what, held, uses, backwards, compressed=kind != _WHOLE)
 
     return (
         *groups("dp", "gradients", plain),
@@ -293,10 +338,12 @@ def _kinds(
     }
 
 
-def _fill(shapes: Mapping[str, Sequence[int]], limit: int, by_part: bool) -> list[list[str]]:
-    """The names in each bucket."""
+def _fill(
+    shapes: Mapping[str, Sequence[int]], limit: int, apart: Callable[[str], tuple[object, ...]]
+) -> list[list[str]]:
+    """The names in each bucket; ``apart`` tells what must not share one."""
     buckets = []
-    for _, run in groupby(shapes, key=_part_of if by_part else lambda _: ""):
+    for _, run in groupby(shapes, key=apart):
         part = list(run)
         filled = fill_buckets([prod(shapes[name]) for name in part], limit)
         buckets += [[part[index] for index in bucket] for bucket in filled]
@@ -314,10 +361,10 @@ def _replicated(names: Iterable[str], shards: Mapping[str, Shard]) -> set[str]:
 
 
 def _shards(stage: _Stage) -> dict[str, Shard]:
-    """The shard of each of the stage's parameters, the last one of the model first."""
-    model = stage.model
-    shapes = model.parameter_shapes()
-    names = stage_parameters(shapes, stage.layers, stage.coord, tied=model.tie_word_embeddings)
+    """The shard of each of the rank's parameters, the last one of the model first."""
+    model, shapes = stage.model, stage.shapes
+    held = (stage_parameters(shapes, stage.layers, index, tied=model.tie_word_embeddings) for index in stage.stages)
+    names = dict.fromkeys(name for names in held for name in names)
     mine = {name: shapes[name] for name in reversed(names)}
     return decoder_shards(
         mine, model.num_attention_heads, model.num_key_value_heads, model.head_dim, stage.job.tp, tp_coord=0
@@ -326,22 +373,21 @@ def _shards(stage: _Stage) -> dict[str, Shard]:
 
 def _local_shapes(stage: _Stage, shards: Mapping[str, Shard]) -> dict[str, tuple[int, ...]]:
     """What each tp rank holds of the stage's parameters, vocabulary padding included."""
-    shapes = stage.model.parameter_shapes()
-    return {name: tuple(part.local_shape(shapes[name])) for name, part in shards.items()}
+    return {name: tuple(part.local_shape(stage.shapes[name])) for name, part in shards.items()}
 
 
-def local_parameters(job: Job, pp_coord: int) -> int:
-    """Parameters that one device of stage ``pp_coord`` holds, vocabulary padding and a tied copy included."""
+def local_parameters(job: Job, pp_coord: int, stages: tuple[int, ...] | None = None) -> int:
+    """Parameters that one device holds, vocabulary padding and a tied copy included; ``stages`` as above."""
     if job.model is None:
         raise ValueError("parameters are known only for a job with a model")
-    stage = _Stage(job, job.model, 1, pp_coord)
+    stage = _Stage(job, job.model, 1, stages or rank_stages(job, pp_coord))
     return sum(map(prod, _local_shapes(stage, _shards(stage)).values()))
 
 
 def _gradients(stage: _Stage, compressed: bool) -> Iterator[Transfer]:
     job = stage.job
     group_size = {"dp": job.dp, "dp+tp": job.dp * job.tp, "dp+pp": 2 * job.dp}
-    for group in gradient_groups(job, stage.coord):
+    for group in gradient_groups(job, 0, stage.stages):
         size = group_size[group.axis]
         # ZeRO cuts a bucket into equal shards, so it is padded to a multiple of the group.
         multiple = size if job.zero_optimization.stage else 1
@@ -351,9 +397,10 @@ def _gradients(stage: _Stage, compressed: bool) -> Iterator[Transfer]:
             yield from (
                 _in_factors(stage, group) if job.gradient_compression.type == "powersgd" else _in_signs(group, size)
             )
-        for (elements, uses), count in Counter(zip(padded, group.uses, strict=True)).items():
+        buckets = Counter(zip(padded, group.uses, group.backwards, strict=True))
+        for (elements, uses, backwards), count in buckets.items():
             if size > 1:
-                sent = _reduced(stage, group, elements, uses, count)
+                sent = _reduced(stage, group, elements, uses, backwards, count)
                 yield from (transfer for transfer in sent if not (takes and "gradient" in transfer.what))
 
 
@@ -376,7 +423,9 @@ def _in_signs(group: GradientGroup, size: int) -> Iterator[Transfer]:
             yield Transfer(group.axis, operation, what, "in the optimizer step", sign_bytes(elements, size), 1)
 
 
-def _reduced(stage: _Stage, group: GradientGroup, elements: int, uses: int, count: int) -> Iterator[Transfer]:
+def _reduced(
+    stage: _Stage, group: GradientGroup, elements: int, uses: int, backwards: int, count: int
+) -> Iterator[Transfer]:
     """Stage 0 all-reduces; ZeRO splits that into a reduce-scatter and all-gathers (Rajbhandari et al. 2020).
 
     Stages 2 and 3 do so for buckets over dp alone; the few others are gathered as in stage 1.
@@ -390,7 +439,8 @@ def _reduced(stage: _Stage, group: GradientGroup, elements: int, uses: int, coun
         yield Transfer(axis, "all_reduce", group.what, when, gradient_bytes, count)
         return
     if zero >= 2 and early:
-        yield Transfer(axis, "reduce_scatter", group.what, "backward of each microbatch", gradient_bytes, count * M)
+        number = backwards * count * M
+        yield Transfer(axis, "reduce_scatter", group.what, "backward of each microbatch", gradient_bytes, number)
     else:
         yield Transfer(axis, "reduce_scatter", group.what, when, gradient_bytes, count)
     if zero == 3 and early:

@@ -47,6 +47,34 @@ def _without_window(config: Model) -> Model:
     return {name: value for name, value in config.items() if name not in unused}
 
 
+def _with_all_key_value_heads(config: Model) -> Model:
+    """Null key-value heads are as many as the heads, where leaving them out means another number."""
+    if "num_key_value_heads" in config and config["num_key_value_heads"] is None and "num_attention_heads" in config:
+        return {**config, "num_key_value_heads": config["num_attention_heads"]}
+    return config
+
+
+def _with_mixtral_heads(config: Model) -> Model:
+    return _with_all_key_value_heads(_without_window(config))
+
+
+_MISTRAL_POSITIONS = 131072
+
+
+def _with_mistral_window(config: Model) -> Model:
+    """Mistral has a window unless it says null; one as wide as the longest sequence is no window."""
+    config = _with_all_key_value_heads(config)
+    window = config.get("sliding_window", 4096)
+    positions = config.get("max_position_embeddings", _MISTRAL_POSITIONS)
+    unused = window is None or (_is_whole(window) and _is_whole(positions) and window >= positions)
+    rest = {name: value for name, value in config.items() if name != "sliding_window"}
+    return rest if unused else {**rest, "sliding_window": window}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _with_shared_experts(config: Model) -> Model:
     """Qwen states the width of all shared experts together; it is a multiple of one expert's."""
     config = _without_window(config)
@@ -120,7 +148,12 @@ FAMILIES: Mapping[str, Family] = {
         },
         no_effect=_ROUTING,
         has_experts=True,
-        read=_without_window,
+        read=_with_mixtral_heads,
+    ),
+    "mistral": Family(
+        "llama",
+        left_out={"norm_eps": 1e-6, "max_position_embeddings": _MISTRAL_POSITIONS, "num_key_value_heads": 8},
+        read=_with_mistral_window,
     ),
     "qwen2": Family(
         "llama",

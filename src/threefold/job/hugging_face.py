@@ -54,6 +54,9 @@ _OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 
+# What a feature is, where its name and value don't say so.
+_MEANINGS: Mapping[str, str] = {"sliding_window": "attention over a window of so many tokens"}
+
 # Keys about files, tokens, generation and other heads: nothing that pretraining computes depends on them.
 _NO_EFFECT_NAMES = """
     _attn_implementation _name_or_path architectures attn_implementation bos_token_id chunk_size_feed_forward
@@ -206,23 +209,29 @@ def _is_feature(name: str, value: Any, family: Family, source: _Source) -> bool:
     if name == "num_local_experts":
         stated_here = source.path is None and not _is_off(value, _OFF_VALUES[name])
         return not (family.has_experts or stated_here)
+    if name == "rope_scaling":
+        return not (value is None or (isinstance(value, Mapping) and value.get("rope_type") == "llama3"))
     return name in _OFF_VALUES or name in family.off
 
 
 def _with_flat_rope(model: Mapping[str, Any]) -> Model:
-    """Newer config files keep rope_theta in rope_parameters; rope_scaling of type default scales nothing."""
+    """Newer config files keep rope_theta and the scaling in rope_parameters; type default scales nothing."""
     flat = dict(model)
     for name in ("rope_parameters", "rope_scaling"):
         rope = flat.get(name)
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
-        if (
-            isinstance(rope, Mapping)
-            and kind in (None, "default")
-            and rope.keys() <= {"rope_type", "type", "rope_theta"}
-        ):
-            del flat[name]
-            flat |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        if not isinstance(rope, Mapping) or not (_scales_nothing(kind, rope) or kind == "llama3"):
+            continue
+        del flat[name]
+        flat |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        if kind == "llama3":
+            rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type", "rope_theta")}
+            flat["rope_scaling"] = {"rope_type": kind, **rest}
     return flat
+
+
+def _scales_nothing(kind: Any, rope: Mapping[str, Any]) -> bool:
+    return kind in (None, "default") and rope.keys() <= {"rope_type", "type", "rope_theta"}
 
 
 def _with_known_activation(model: Model) -> Model:
@@ -235,8 +244,9 @@ def _with_known_activation(model: Model) -> Model:
 def _refuse_feature(name: str, value: Any, family: Family, source: _Source, findings: Findings) -> None:
     off = family.off.get(name) or _OFF_VALUES[name]
     if not _is_off(value, off):
-        message = f"{show(value)} asks for a model feature that threefold does not have"
-        source.problem(name, message, f"train without it: set {name} to {show(off[0])} or remove it", findings)
+        feature = f"{_MEANINGS[name]}, which" if name in _MEANINGS else "a model feature that"
+        message = f"{show(value)} asks for {feature} threefold does not have"
+        source.problem(name, message, f"train without it: set {name} to {show(off[0])}", findings)
 
 
 def _is_off(value: Any, off: tuple[Any, ...]) -> bool:

@@ -15,8 +15,8 @@ from threefold.job.hugging_face import resolve_model
 from threefold.job.keys import MISSING, assign, lookup, remove
 from threefold.job.messages import Findings
 from threefold.job.overrides import BATCH_KEYS, LAYOUT_KEYS, Override, apply_overrides, parse_overrides
-from threefold.job.rules import judge
-from threefold.job.spec import DataParallel, Job, JobFile
+from threefold.job.rules import judge, num_chunks
+from threefold.job.spec import CHUNKS_OF, DataParallel, Job, JobFile
 from threefold.job.validate import validated
 
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
@@ -71,7 +71,8 @@ def _file(settings: Mapping[str, Any], findings: Findings) -> JobFile:
 
 
 def _resolved(file: JobFile, sizes: Sizes) -> Job:
-    parallelism = file.parallelism.model_copy(update={"dp": DataParallel(size=sizes.dp)})
+    pipeline = file.parallelism.pp.model_copy(update={"chunks": num_chunks(file)})
+    parallelism = file.parallelism.model_copy(update={"dp": DataParallel(size=sizes.dp), "pp": pipeline})
     solved = {
         "parallelism": parallelism,
         TOTAL: sizes.train_batch_size,
@@ -122,6 +123,7 @@ def relayout(
     tp: int | None = None,
     pp: int | None = None,
     schedule: str | None = None,
+    chunks: int | None = None,
     sequence_parallel: bool | None = None,
     partition: str | Sequence[int] | None = None,
     order: str | None = None,
@@ -131,21 +133,30 @@ def relayout(
     """The same training on another layout: what is not given stays, and so does train_batch_size.
 
     The accumulation follows, or, when only ``accumulation`` is given, the micro batch; both together state a new batch
-    size. A cluster that the new layout does not fill is dropped, and so is a partition for another number of stages.
+    size. A cluster that the new layout does not fill is dropped, and so is a partition for another number of stages,
+    and a schedule file for another pipeline. A new schedule has the chunks that it needs: 2 where any number would do.
     Raises JobError with all problems at once.
     """
+    settings = job.model_dump(mode="json", exclude_none=True)
+    written = job.parallelism.pp.schedule_file is not None
+    if written and (schedule is not None or pp not in (None, job.pp)):
+        settings = remove(settings, "parallelism.pp.schedule_file")
+        schedule = schedule or "1f1b"
+    if schedule is not None:
+        settings = remove(settings, "parallelism.pp.chunks")
+        chunks = chunks or _fewest_chunks(schedule)
     changes = {
         "parallelism.dp.size": dp,
         "parallelism.tp.size": tp,
         "parallelism.pp.size": pp,
         "parallelism.pp.schedule": schedule,
+        "parallelism.pp.chunks": chunks,
         "parallelism.tp.sequence_parallel": sequence_parallel,
         "parallelism.pp.partition": partition if partition is None or isinstance(partition, str) else list(partition),
         "parallelism.order": order,
         **_batch_changes(job, micro_batch, accumulation),
     }
-    settings = job.model_dump(mode="json", exclude_none=True)
-    if partition is None and pp not in (None, job.pp):
+    if partition is None and (pp or job.pp) * (chunks or job.parallelism.pp.chunks) != job.parallelism.pp.num_stages:
         settings = remove(settings, "parallelism.pp.partition")
     for key in BATCH_KEYS:
         settings = remove(settings, key)
@@ -154,6 +165,13 @@ def relayout(
     world = (dp or job.dp) * (tp or job.tp) * (pp or job.pp)
     fits = job.cluster is None or job.cluster.num_devices == world
     return parse_job(settings if fits else remove(settings, "cluster"))
+
+
+def _fewest_chunks(schedule: str) -> int | None:
+    """What a schedule must have; None for an unknown one, which is refused as such."""
+    if schedule not in CHUNKS_OF:
+        return None
+    return CHUNKS_OF[schedule] or (2 if schedule == "interleaved_1f1b" else 1)
 
 
 def _batch_changes(job: Job, micro_batch: int | None, accumulation: int | None) -> dict[str, int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -61,6 +61,20 @@ def _expert_size(values: dict[str, Any]) -> int:
     return values["intermediate_size"] if values["num_local_experts"] else 0
 
 
+class RopeScaling(Section):
+    """Rotary frequencies stretched for longer sequences, as Llama 3.1 does: the slow ones only."""
+
+    rope_type: Literal["llama3"] = Field(description="How the frequencies are stretched.", examples=["llama3"])
+    factor: Positive = Field(description="How many times slower the slow frequencies become.", examples=[8.0])
+    low_freq_factor: Positive = Field(
+        description="Frequencies that turn less often than this in the original length are slow.", examples=[1.0]
+    )
+    high_freq_factor: Positive = Field(
+        description="Frequencies that turn more often than this in the original length stay.", examples=[4.0]
+    )
+    original_max_position_embeddings: Count = Field(description="Longest sequence before the stretch.", examples=[8192])
+
+
 class ModelSpec(Section):
     """A decoder by Hugging Face's names: ``gpt2`` style (LayerNorm, learned positions, GELU, biases) or ``llama`` style
     (RMSNorm, rotary positions, SwiGLU, grouped-query attention), and the features that other families add to them.
@@ -111,6 +125,9 @@ class ModelSpec(Section):
     qk_norm: bool = Field(default=False, description="Queries and keys of every head are normed, as in Qwen3.")
     embedding_norm: bool = Field(default=False, description="A norm follows the embedding, as in BLOOM.")
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary frequencies (llama).")
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="Rotary frequencies stretched for longer sequences (llama); null: as they are."
+    )
     norm_eps: Positive = Field(default=1e-5, description="Added to the variance in every norm.")
     initializer_range: Positive = Field(default=0.02, description="Standard deviation of the initial weights.")
     resid_pdrop: Probability = Field(
@@ -168,9 +185,12 @@ class ModelSpec(Section):
         """Share of the layers that have experts."""
         return self.num_moe_layers / self.num_hidden_layers
 
-    def parameter_shapes(self) -> Shapes:
-        """Global name -> shape of every parameter, in model order (weights are ``[out, in]`` as torch keeps them)."""
-        return model_shapes(self)
+    def parameter_shapes(self, layers: Iterable[int] | None = None) -> Shapes:
+        """Global name -> shape of every parameter, in model order (weights are ``[out, in]`` as torch keeps them).
+
+        With ``layers``, only of these and of what comes before and after all layers.
+        """
+        return model_shapes(self, layers)
 
     def layer_shapes(self, layer: int) -> Shapes:
         """The same for one layer, with the names that follow ``layers.{layer}.``."""
@@ -190,5 +210,6 @@ class ModelSpec(Section):
 FEATURES: Mapping[str, Any] = {
     **{name: field.default for name, field in ModelSpec.model_fields.items() if type(field.default) in (bool, int)},
     "moe_intermediate_size": 0,
+    "rope_scaling": None,
 }
 """Features that a model has only when it says so, with the value that means: not there."""

@@ -37,6 +37,19 @@ def _rotary_pairs(model: ModelSpec) -> Iterator[Problem]:
         yield Problem("model.head_dim", message, f"set it to {choices(multiples_around(model.head_dim, 2))}")
 
 
+def _scaling_is_of_rotary_positions(model: ModelSpec) -> Iterator[Problem]:
+    scaling, positions = model.rope_scaling, model.position_embedding_type
+    if scaling is None:
+        return
+    if positions != "rotary":
+        message = f"scales rotary positions, and this model's positions are {positions}"
+        yield Problem("model.rope_scaling", message, "set it to null")
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if high <= low:
+        message = f"{high:g} is not more than low_freq_factor {low:g}: no frequency lies between fast and slow"
+        yield Problem("model.rope_scaling.high_freq_factor", message, f"set it above {low:g}, for example {4 * low:g}")
+
+
 def _activation_of_mlp(model: ModelSpec) -> Iterator[Problem]:
     allowed = ("silu",) if model.gated_mlp else ("relu", "relu2", "gelu_new", "gelu")
     if model.hidden_act not in allowed:
@@ -77,6 +90,7 @@ MODEL_RULES: tuple[tuple[tuple[str, ...], Callable[[ModelSpec], Iterator[Problem
     (("model.hidden_size", "model.num_attention_heads"), _heads_divide_width),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads_divide_heads),
     (("model.hidden_size", "model.num_attention_heads", "model.model_type"), _rotary_pairs),
+    (("model.rope_scaling", "model.position_embedding_type"), _scaling_is_of_rotary_positions),
     (("model.model_type", "model.hidden_act", "model.gated_mlp"), _activation_of_mlp),
     (("model.num_local_experts", "model.num_experts_per_tok"), _experts_are_visited),
     (("model",), _latent_attention_is_whole),

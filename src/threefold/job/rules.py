@@ -20,10 +20,11 @@ from threefold.job.messages import (
 )
 from threefold.job.model import FEATURES, style_default
 from threefold.job.model_rules import MODEL_RULES
-from threefold.job.spec import AXES, DEFAULT_ORDER, PLANNED_SCHEDULES, SCHEDULES, Job, JobFile, ModelSpec
+from threefold.job.spec import AXES, CHUNKS_OF, DEFAULT_ORDER, SCHEDULES, Job, JobFile, ModelSpec
 
 TP_SIZE, PP_SIZE = "parallelism.tp.size", "parallelism.pp.size"
 PARTITION, SCHEDULE = "parallelism.pp.partition", "parallelism.pp.schedule"
+CHUNKS = "parallelism.pp.chunks"
 
 
 LARGEST_WORLD = 10**6
@@ -97,18 +98,20 @@ def _sequence_parallel_divides(file: JobFile) -> Iterator[Problem]:
 
 
 def _a_layer_for_every_stage(file: JobFile) -> Iterator[Problem]:
-    stages = file.parallelism.pp.size * file.parallelism.pp.chunks
-    partition = file.parallelism.pp.partition
+    chunks, partition = num_chunks(file), file.parallelism.pp.partition
+    stages = file.parallelism.pp.size * chunks
     stated = not isinstance(partition, str) and len(partition) == stages  # a list may give a stage no layer
     if file.model is not None and stages > file.model.num_hidden_layers and not stated:
         layers = file.model.num_hidden_layers
-        message = f"{stages} stages are more than the model's {layers} layers"
-        yield Problem(PP_SIZE, message, f"set it to {layers // file.parallelism.pp.chunks or 1} or less")
+        of_chunks = f" ({chunks} chunks on each of {file.parallelism.pp.size} devices)" if chunks > 1 else ""
+        message = f"{stages} stages{of_chunks} are more than the model's {layers} layers"
+        fewer_chunks = ", or use fewer chunks" if chunks > 1 else ""
+        yield Problem(PP_SIZE, message, f"set it to {layers // chunks or 1} or less{fewer_chunks}")
 
 
 def _partition_counts(file: JobFile) -> Iterator[Problem]:
     pipeline = file.parallelism.pp
-    stages, partition = pipeline.size * pipeline.chunks, pipeline.partition
+    stages, partition = pipeline.size * num_chunks(file), pipeline.partition
     if isinstance(partition, str):
         return
     layers = file.model.num_hidden_layers if file.model else sum(partition)
@@ -122,6 +125,13 @@ def _partition_counts(file: JobFile) -> Iterator[Problem]:
         yield Problem(PARTITION, f"{shown} places {sum(partition)} layers, but the model has {layers}", fix)
 
 
+def num_chunks(file: JobFile) -> int:
+    """Model chunks of each device: what the schedule has, where it has one number, even if the file doesn't say so."""
+    pipeline = file.parallelism.pp
+    needed = CHUNKS_OF.get(pipeline.schedule) if pipeline.schedule_file is None else None
+    return max(needed or 1, pipeline.chunks)
+
+
 def _even_counts(layers: int, stages: int) -> str:
     if layers < stages or stages > 64:
         return ""
@@ -131,23 +141,32 @@ def _even_counts(layers: int, stages: int) -> str:
 
 def _schedule_is_known(file: JobFile) -> Iterator[Problem]:
     name = file.parallelism.pp.schedule
-    if name in SCHEDULES:
-        return
-    if name in PLANNED_SCHEDULES:
-        message = f'"{name}" is planned, but this version does not run it yet; it has {choices(SCHEDULES)}'
-        yield Problem(SCHEDULE, message, 'write "1f1b"')
-    else:
+    if name not in SCHEDULES:
         meant = nearest_word(name, SCHEDULES, cutoff=0.4) or "1f1b"
         yield Problem(SCHEDULE, f"{show(name)} is not one of {choices(SCHEDULES)}", f'write "{meant}"')
 
 
-def _chunks_need_interleaving(file: JobFile) -> Iterator[Problem]:
+def _one_schedule(file: JobFile) -> Iterator[Problem]:
     pipeline = file.parallelism.pp
-    if pipeline.chunks > 1 and pipeline.schedule in SCHEDULES:
-        message = (
-            f"{pipeline.chunks} chunks need an interleaved schedule; {pipeline.schedule} has 1 chunk on each device"
-        )
-        yield Problem("parallelism.pp.chunks", message, "set it to 1 or leave it out")
+    if pipeline.schedule_file is not None and "schedule" in pipeline.model_fields_set:
+        message = f"{show(pipeline.schedule_file)} and the schedule {show(pipeline.schedule)} are both stated"
+        yield Problem("parallelism.pp.schedule_file", message, "leave one of them out")
+
+
+def _chunks_suit_the_schedule(file: JobFile) -> Iterator[Problem]:
+    pipeline = file.parallelism.pp
+    if pipeline.schedule_file is not None or pipeline.schedule not in SCHEDULES:
+        return
+    name, chunks, needed = pipeline.schedule, pipeline.chunks, CHUNKS_OF[pipeline.schedule]
+    if name == "interleaved_1f1b" and chunks == 1:
+        message = "interleaved_1f1b works on several chunks of layers on each device, and 1 is 1f1b"
+        yield Problem(CHUNKS, message, 'set it to 2 or more, or parallelism.pp.schedule to "1f1b"')
+    if needed == 1 and chunks > 1:
+        message = f"{chunks} chunks need an interleaved schedule; {name} has 1 chunk on each device"
+        yield Problem(CHUNKS, message, 'set it to 1, or parallelism.pp.schedule to "interleaved_1f1b"')
+    if needed not in (None, 1, chunks) and "chunks" in pipeline.model_fields_set:
+        message = f"{chunks} is not the number of chunks of {name}, which has {needed} on each device"
+        yield Problem(CHUNKS, message, f"set it to {needed} or leave it out")
 
 
 def _order_is_a_permutation(file: JobFile) -> Iterator[Problem]:
@@ -218,10 +237,11 @@ RULES: tuple[Rule, ...] = (
     Rule((TP_SIZE, "model"), _tp_divides("intermediate_size", lambda model: model.intermediate_size)),
     Rule((TP_SIZE, "model"), _tp_divides("moe_intermediate_size", lambda model: model.moe_intermediate_size)),
     Rule(("parallelism.tp", "data.sequence_length"), _sequence_parallel_divides),
-    Rule((PP_SIZE, "parallelism.pp.chunks", "model.num_hidden_layers"), _a_layer_for_every_stage),
-    Rule((PP_SIZE, "parallelism.pp.chunks", PARTITION, "model.num_hidden_layers"), _partition_counts),
+    Rule((PP_SIZE, CHUNKS, "model.num_hidden_layers"), _a_layer_for_every_stage),
+    Rule((PP_SIZE, CHUNKS, PARTITION, "model.num_hidden_layers"), _partition_counts),
     Rule((SCHEDULE,), _schedule_is_known),
-    Rule((SCHEDULE, "parallelism.pp.chunks"), _chunks_need_interleaving),
+    Rule((SCHEDULE, "parallelism.pp.schedule_file"), _one_schedule),
+    Rule((SCHEDULE, CHUNKS), _chunks_suit_the_schedule),
     Rule(("parallelism.order",), _order_is_a_permutation),
     Rule(("fp16.enabled", "bf16.enabled", "dtype"), _one_number_format),
     Rule(("zero_optimization",), _offload_has_shards),
@@ -267,6 +287,12 @@ MODEL_NOT_YET: tuple[NotYet, ...] = (
     NotYet("model.kv_lora_rank", _has("kv_lora_rank"), "training does not run latent attention yet", _DESCRIBED),
     NotYet("model.qk_norm", _has("qk_norm"), "training does not norm queries and keys yet", _DESCRIBED),
     NotYet("model.embedding_norm", _has("embedding_norm"), "training does not norm the embedding yet", _DESCRIBED),
+    NotYet(
+        "model.rope_scaling",
+        _has("rope_scaling"),
+        "training does not stretch rotary frequencies yet",
+        "it can be explained and planned; to train without it, set it to null",
+    ),
     NotYet(
         "model.qkv_bias",
         _has_own_qkv_bias,

@@ -18,6 +18,7 @@ Names, in model order (the parts in brackets only where the model has them):
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ Shapes = dict[str, tuple[int, ...]]
 """Name -> shape."""
 
 
-def model_shapes(spec: ModelSpec) -> Shapes:
-    """Of the whole model."""
+def model_shapes(spec: ModelSpec, layers: Iterable[int] | None = None) -> Shapes:
+    """Of the whole model, or of its ends and ``layers`` alone: a model of many experts has tens of thousands."""
     shapes = _embedding(spec)
-    for layer in range(spec.num_hidden_layers):
+    for layer in range(spec.num_hidden_layers) if layers is None else layers:
         of_layer = layer_shapes(spec, spec.has_experts(layer), spec.num_local_experts)
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     return shapes | _head(spec)

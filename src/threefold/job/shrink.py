@@ -32,7 +32,7 @@ def shrink_job(job: Job) -> Job:
             update={
                 "preset": None,
                 "hf": None,
-                "num_hidden_layers": min(spec.num_hidden_layers, LAYERS),
+                "num_hidden_layers": min(spec.num_hidden_layers, max(LAYERS, job.parallelism.pp.num_stages)),
                 "hidden_size": hidden,
                 "num_attention_heads": num_heads,
                 "num_key_value_heads": num_keys,
@@ -56,7 +56,8 @@ def shrink_job(job: Job) -> Job:
 
 def _small_batch(job: Job) -> dict[str, object]:
     """The same number of replicas with fewer and smaller microbatches."""
-    accumulation = max(1, BATCH_SIZE // job.dp)
+    written = job.parallelism.pp.schedule_file is not None  # for this number of microbatches and no other
+    accumulation = job.num_microbatches if written else max(1, BATCH_SIZE // job.dp)
     return {
         "train_batch_size": job.dp * accumulation,
         "train_micro_batch_size_per_gpu": 1,

@@ -7,9 +7,11 @@ reported at once. ``JobFile`` is what a file states; ``Job`` is the same with th
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, Strict, model_serializer
 
 from threefold.job.base import (
     Count,
@@ -25,8 +27,11 @@ from threefold.job.base import (
 )
 from threefold.job.model import ModelSpec
 
-SCHEDULES = ("naive", "gpipe", "1f1b")
-PLANNED_SCHEDULES = ("interleaved_1f1b", "zb_h1")
+CHUNKS_OF: Mapping[str, int | None] = MappingProxyType(
+    {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved_1f1b": None, "zb_h1": 1, "zb_v": 2, "searched": None}
+)
+"""Model chunks that a schedule puts on each device; None stands for any number."""
+SCHEDULES = tuple(CHUNKS_OF)
 AXES = ("tp", "pp", "dp")
 DEFAULT_ORDER = ",".join(AXES)
 
@@ -90,12 +95,32 @@ class PipelineParallel(Section):
 
     size: Degree = Field(default=1, description="Devices in a pipeline.")
     schedule: Text = Field(default="1f1b", description=f"Order of forwards and backwards: {', '.join(SCHEDULES)}.")
+    schedule_file: Text | None = Field(
+        default=None,
+        description="A schedule as text, as `threefold schedule -o FILE` writes it, instead of a name.",
+        examples=["schedule.txt"],
+    )
     chunks: Degree = Field(
-        default=1, description="Model chunks on each device; more than 1 only in interleaved schedules."
+        default=1, description="Model chunks on each device: more than 1 for interleaved_1f1b; zb_v has 2."
     )
     partition: Literal["auto", "even"] | Annotated[tuple[Annotated[Whole, Strict()], ...], Strict(False)] = Field(
-        default="even", description="Layers of each stage: even, auto, or a list of counts.", examples=["even"]
+        default="auto",
+        description="Layers of each stage (pp × chunks of them): auto (balanced by costs), even, or a list of counts.",
+        examples=["auto"],
     )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all devices, each of their chunks counted."""
+        return self.size * self.chunks
+
+    @model_serializer(mode="wrap")
+    def _without_a_second_schedule(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file excludes a name, also where the name is only the default."""
+        written = write(self)
+        if self.schedule_file is not None:
+            written.pop("schedule", None)
+        return written
 
 
 class DataParallel(Section):

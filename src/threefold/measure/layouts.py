@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from threefold.errors import JobError, Problem
 from threefold.job import Job, relayout
 
 _KEY = "--layout"
+_OTHER_SCHEDULES = ("interleaved_1f1b", "zb_v")
 
 
 def _whole(text: str) -> int:
@@ -32,6 +34,7 @@ _READERS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("tp", "tp", _whole, "a whole number, 1 or more"),
     ("pp", "pp", _whole, "a whole number, 1 or more"),
     ("schedule", "schedule", str, "the name of a schedule"),
+    ("chunks", "chunks", _whole, "a whole number, 1 or more"),
     ("sequence_parallel", "sequence_parallel", _truth, "true or false"),
     ("partition", "partition", _counts, "layers of each stage joined by +, like 4+3"),
     (
@@ -107,7 +110,9 @@ def stated_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Job]:
 def all_layouts(job: Job, world_size: int) -> tuple[dict[str, Job], dict[str, JobError]]:
     """The job in every factorization of ``world_size`` that it can have, and why it can't have the others.
 
-    The micro batch shrinks where a replica's share of the batch is smaller than it, for the batch must stay the same.
+    The most mixed one with a pipeline comes under other schedules, too, where the model has layers enough for them:
+    one with several stages a rank, and one that runs weight gradients apart. The micro batch shrinks where a replica's
+    share of the batch is smaller than it, for the batch must stay the same.
     """
     jobs: dict[str, Job] = {}
     impossible: dict[str, JobError] = {}
@@ -117,13 +122,27 @@ def all_layouts(job: Job, world_size: int) -> tuple[dict[str, Job], dict[str, Jo
             jobs[name] = relayout(job, dp=dp, tp=tp, pp=pp, partition=_partition(job, pp), micro_batch=_micro(job, dp))
         except JobError as error:
             impossible[name] = error
-    return jobs, impossible
+    return jobs | _under_other_schedules(jobs), impossible
+
+
+def _under_other_schedules(jobs: Mapping[str, Job]) -> dict[str, Job]:
+    pipelines = {name: job for name, job in jobs.items() if job.pp > 1}
+    if not pipelines:
+        return {}
+    name, job = min(pipelines.items(), key=lambda item: max(item[1].dp, item[1].tp, item[1].pp))
+    found = {}
+    for schedule in _OTHER_SCHEDULES:
+        if schedule != job.parallelism.pp.schedule:
+            with contextlib.suppress(JobError):
+                found[f"{name},schedule={schedule}"] = relayout(job, schedule=schedule, partition="even")
+    return found
 
 
 def _partition(job: Job, pp: int) -> Any:
     """An explicit partition is one of the job's own number of stages."""
     partition = job.parallelism.pp.partition
-    return partition if isinstance(partition, str) or len(partition) == pp else "even"
+    fits = isinstance(partition, str) or len(partition) == pp * job.parallelism.pp.chunks
+    return partition if fits else "even"
 
 
 def _micro(job: Job, dp: int) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from threefold.cost.strategies import RECOMPUTE_CODES
+from threefold.cost.strategies import RECOMPUTE_CODES, SCHEDULE_CODES
 from threefold.job.messages import choices
+from threefold.layout import balanced_sizes
 from threefold.plan.diagnosis import Diagnosis, diagnose
 from threefold.plan.learning_rate import learning_rate_hint
 from threefold.plan.limits import limits, link_words, stays_in_node
-from threefold.plan.options import balanced_layers, even_layers
+from threefold.plan.options import even_layers
 from threefold.plan.plans import Plan
 from threefold.plan.prediction_only import prediction_only
 from threefold.plan.question import Question, Resort
@@ -28,6 +29,15 @@ from threefold.report.words import count_of, format_count
 
 WORTH = 0.02
 """A simpler setting that costs less than this share of the step is mentioned: the prediction is not that exact."""
+
+
+_FILLS: Mapping[str, str] = {
+    "interleaved_1f1b": "a microbatch goes round the devices chunk by chunk, which fills the pipeline sooner",
+    "zb_h1": "gradients of weights, which no other device waits for, fill what would be the bubble",
+    "zb_v": "each device has a stage near both ends of the pipeline, and gradients of weights fill what would be the "
+    "bubble",
+}
+"""What schedules other than 1F1B do about the bubble."""
 
 
 def advise(question: Question, plans: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -55,12 +65,15 @@ class _Advice:
     others: Sequence[Plan]
 
     def sentences(self) -> Iterator[str]:
-        """In order: one card, wide or deep, tp, pp, dp, micro batch, ZeRO, recompute, offload, limits, next, batch."""
+        """In order: one card, wide or deep, tp, pp, schedule, dp, micro batch, ZeRO, recompute, offload, limits, the
+        next best, batch.
+        """
         yield self._one_card()
         if not self.diagnosis.fits_on_card:
             yield self._wide_or_deep()
         yield self._tensor()
         yield self._pipeline()
+        yield from self._schedule()
         yield self._replicas()
         yield self._micro_batch()
         yield self._zero()
@@ -135,15 +148,30 @@ class _Advice:
             return f"pp 1: all {layers} layers on every device.{self._alternatives('pp', [2])}"
         bubble = percent(self.best.bubble_fraction)
         microbatches = self.best.size("num_microbatches")
+        chunks = self.best.size("chunks")
+        each = f" ({count_of(chunks, 'chunk')} on each device)" if chunks > 1 else ""
         return (
-            f"pp {stages}: the depth that is left, {layers} layers, in {stages} stages of {self._stage_sizes()}; with "
+            f"pp {stages}: the depth that is left, {layers} layers, in {stages * chunks} stages{each} of "
+            f"{self._stage_sizes()}; with "
             f"{count_of(microbatches, 'microbatch', 'microbatches')} the bubble is {bubble} of the step."
             f"{self._alternatives('pp', [stages * 2, stages // 2])}"
         )
 
+    def _schedule(self) -> Iterator[str]:
+        """Why not 1F1B, where the plan has another schedule."""
+        name = str(self.best.parallelism["schedule"])
+        if "schedule" in self.question.fixed or "chunks" in self.question.fixed or name not in _FILLS:
+            return
+        plain = changed(self.question, self.best, schedule=SCHEDULE_CODES["1f1b"], chunks=1)
+        if plain.fits:
+            instead = f"1f1b takes {longer(self.best, plain)}: {loss_words(self.best, plain)}"
+        else:
+            instead = f"1f1b needs {format_gigabytes(plain.peak_memory_bytes)}, which does not fit"
+        yield f"Schedule {name}: {_FILLS[name]}. {instead}."
+
     def _stage_sizes(self) -> str:
-        layers, stages = self.question.model.num_hidden_layers, self.best.size("pp")
-        split = balanced_layers if self.best.parallelism["partition"] == "balanced" else even_layers
+        layers, stages = self.question.model.num_hidden_layers, self.best.size("pp") * self.best.size("chunks")
+        split = balanced_sizes if self.best.parallelism["partition"] == "balanced" else even_layers
         return choices(sorted(set(split(layers, stages))))
 
     def _alternatives(self, axis: str, sizes: Sequence[int]) -> str:

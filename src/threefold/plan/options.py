@@ -7,8 +7,9 @@ worse than. Each is counted with its reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from threefold.cost.strategies import (
     ORDER_CODES,
@@ -19,8 +20,8 @@ from threefold.cost.strategies import (
     Strategies,
 )
 from threefold.job.messages import divisors
-from threefold.job.spec import SCHEDULES
-from threefold.layout import split_layers
+from threefold.job.spec import CHUNKS_OF
+from threefold.layout import balanced_sizes, split_layers
 from threefold.plan.layouts import Layout
 from threefold.plan.locality import locality
 from threefold.plan.question import Question, Resort
@@ -29,6 +30,12 @@ from threefold.plan.reasons import Reason
 ONE_F_ONE_B, GPIPE, NAIVE, INTERLEAVED = (
     SCHEDULE_CODES[name] for name in ("1f1b", "gpipe", "naive", "interleaved_1f1b")
 )
+OWN: Mapping[int, tuple[int, ...]] = MappingProxyType(
+    {code: (CHUNKS_OF[name] or 1,) for name, code in SCHEDULE_CODES.items()}
+)
+"""The chunks of a schedule that takes only one number of them."""
+MOST_CHUNKS = 8
+"""More are considered only where they are fixed: each halves what is left of the bubble, and doubles the messages."""
 Pair = tuple[int, int]
 """A schedule's code, and the chunks of each device."""
 
@@ -99,7 +106,7 @@ def partition_values(question: Question, layout: Layout) -> Kept:
     """Even stages, or stages balanced by counting the embedding and the head as a layer each."""
     codes = values_of(question, "partition", tuple(PARTITION_CODES.values()))
     layers, stages = question.model.num_hidden_layers, layout.pp
-    if len(codes) == 1 or stages > layers or balanced_layers(layers, stages) != even_layers(layers, stages):
+    if len(codes) == 1 or stages > layers or balanced_sizes(layers, stages) != even_layers(layers, stages):
         return Kept(codes, Counter())
     return Kept(codes[:1], Counter({Reason.SAME: len(codes) - 1}))
 
@@ -107,14 +114,6 @@ def partition_values(question: Question, layout: Layout) -> Kept:
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage of the even partition."""
     return tuple(map(len, split_layers(num_layers, num_stages)))
-
-
-def balanced_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage when the embedding and the head count as one layer each."""
-    if num_stages == 1:
-        return (num_layers,)
-    sizes = list(map(len, split_layers(num_layers + 2, num_stages)))
-    return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
 
 
 def schedule_values(question: Question, layout: Layout) -> tuple[tuple[Pair, ...], Counter[Reason]]:
@@ -132,11 +131,10 @@ def schedule_values(question: Question, layout: Layout) -> tuple[tuple[Pair, ...
 
 
 def _all_pairs(question: Question, layout: Layout) -> list[Pair]:
-    default = (ONE_F_ONE_B, *(code for code in SCHEDULE_CODES.values() if code != ONE_F_ONE_B))
-    if question.fixed.get("chunks", 1) > 1:
-        default = (INTERLEAVED,)
-    codes = values_of(question, "schedule", default)
-    return [(code, v) for code in codes for v in (_chunks(question, layout) if code == INTERLEAVED else (1,))]
+    codes = values_of(question, "schedule", (ONE_F_ONE_B, *(c for c in SCHEDULE_CODES.values() if c != ONE_F_ONE_B)))
+    pairs = [(code, v) for code in codes for v in (_chunks(question, layout) if code == INTERLEAVED else OWN[code])]
+    wanted = question.fixed.get("chunks")
+    return [pair for pair in pairs if wanted in (None, pair[1]) and pair != (INTERLEAVED, 1)]
 
 
 def _chunks(question: Question, layout: Layout) -> tuple[int, ...]:
@@ -145,21 +143,19 @@ def _chunks(question: Question, layout: Layout) -> tuple[int, ...]:
         return (question.fixed["chunks"],)
     layers = question.model.num_hidden_layers
     fullest = -(-layers // layout.pp)
-    return tuple(v for v in divisors(fullest) if v > 1 and v * layout.pp <= layers)
+    most = layers if "schedule" in question.fixed else MOST_CHUNKS
+    return tuple(v for v in divisors(fullest) if 1 < v <= most and v * layout.pp <= layers)
 
 
 def _schedule_refusal(question: Question, layout: Layout, schedule: int, first: int) -> Reason | None:
-    names = {code: name for name, code in SCHEDULE_CODES.items()}
     if "schedule" in question.fixed or question.fixed.get("chunks", 1) > 1:
         return None
-    if names[schedule] not in SCHEDULES:
-        return Reason.NOT_RUN
     if layout.pp == 1 and schedule != first:
         return Reason.SAME
     return Reason.DOMINATED if schedule == GPIPE else None  # 1F1B takes as long and holds no more
 
 
-def interleaving_fits(question: Question, tops: Strategies) -> Array:
-    """Interleaved 1F1B sends microbatches round in groups of pp, and each chunk needs a layer."""
+def chunks_fit(question: Question, tops: Strategies) -> Array:
+    """Whether each chunk has a layer, and there is a pipeline with microbatches enough to pass them round it."""
     enough = tops.chunks * tops.pp <= question.model.num_hidden_layers
-    return (tops.num_microbatches % tops.pp == 0) & enough & (tops.pp > 1) & (tops.chunks > 1)
+    return (tops.num_microbatches >= tops.pp) & enough & (tops.pp > 1)

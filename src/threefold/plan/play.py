@@ -6,48 +6,60 @@ from dataclasses import replace
 
 from threefold.cost.estimate import stage_costs
 from threefold.cost.strategies import SCHEDULE_CODES, Strategies
-from threefold.job.spec import SCHEDULES
 from threefold.plan.plans import Plan
 from threefold.plan.question import Question
-from threefold.schedule import build_schedule
+from threefold.schedule import Schedule, build_schedule
 from threefold.simulate import StepCosts, Timeline, simulate
 
 MOST_ACTIONS = 16_000
 """A play with more actions than this is cut to fewer microbatches, so that it takes a fraction of a second."""
 
 
-def play(question: Question, strategy: Strategies) -> Timeline | None:
-    """One step of one pipeline; None for a schedule that only the cost model knows.
+def play(question: Question, strategy: Strategies, schedule: Schedule | None = None) -> Timeline:
+    """One step of one pipeline, by ``schedule`` or by the strategy's own.
 
     Of many microbatches only the first ones are played: see ``microbatches_played``.
     """
+    if schedule is None or sum(map(len, schedule.rows)) > MOST_ACTIONS:
+        schedule = build_schedule(
+            _name(strategy), int(strategy.pp[0]), microbatches_played(strategy), _chunks(strategy)
+        )
+    return simulate(schedule, step_costs(question, strategy, schedule))
+
+
+def _name(strategy: Strategies) -> str:
     names = {code: name for name, code in SCHEDULE_CODES.items()}
-    name = names[int(strategy.schedule[0])]
-    if name not in SCHEDULES:
-        return None
-    schedule = build_schedule(name, int(strategy.pp[0]), microbatches_played(strategy))
-    return simulate(schedule, step_costs(question, strategy))
+    return names[int(strategy.schedule[0])]
 
 
-def played(question: Question, plan: Plan) -> Plan:
+def _chunks(strategy: Strategies) -> int:
+    return int(strategy.chunks[0])
+
+
+def played(question: Question, plan: Plan, schedule: Schedule | None = None) -> Plan:
     """The plan with its schedule played; it fits only if what the play holds fits, too."""
-    timeline = play(question, plan.strategy)
-    if timeline is None:
-        return plan
+    timeline = play(question, plan.strategy, schedule)
     held = float(timeline.peak_memory_bytes.max())
     return replace(plan, timeline=timeline, fits=plan.fits and held <= plan.usable_memory_bytes)
 
 
 def microbatches_played(strategy: Strategies) -> int:
     """All microbatches, or as many as make ``MOST_ACTIONS``, but at least three rounds of the pipeline."""
-    stages, microbatches = int(strategy.pp[0]), int(strategy.num_microbatches[0])
-    return min(microbatches, max(3 * stages, MOST_ACTIONS // (2 * stages)))
+    ranks, microbatches = int(strategy.pp[0]), int(strategy.num_microbatches[0])
+    return min(microbatches, max(3 * ranks, MOST_ACTIONS // (2 * ranks * _chunks(strategy))))
 
 
-def step_costs(question: Question, strategy: Strategies) -> StepCosts:
-    """The costs of ``strategy`` as ``simulate`` takes them; what is said once a device is spread over its chunks."""
-    costs = stage_costs(question.model, question.sequence_length, question.hardware, strategy)
-    num_stages, chunks = len(costs.forward_s), int(strategy.chunks[0])
+def step_costs(question: Question, strategy: Strategies, schedule: Schedule | None = None) -> StepCosts:
+    """The costs of ``strategy`` as ``simulate`` takes them; what is said once a device is spread over its chunks.
+
+    ``schedule`` is what they are for, where it isn't the strategy's own.
+    """
+    num_ranks, chunks = int(strategy.pp[0]), _chunks(strategy)
+    num_stages = num_ranks * chunks
+    schedule = schedule or build_schedule(_name(strategy), num_ranks, 1, chunks)
+    rank_of = [schedule.stage_rank(stage) for stage in range(num_stages)]
+    model, length = question.model, question.sequence_length
+    costs = stage_costs(model, length, question.hardware, strategy, rank_of=rank_of)
     return StepCosts(
         forward_s=costs.forward_s,
         input_grad_s=costs.input_grad_s,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from threefold.job.spec import SCHEDULES
 from threefold.plan.plans import Plan
 
 
 def prediction_only(plan: Plan) -> Iterator[str]:
     """What of the plan no job file can state, because training does not do it."""
     words = plan.parallelism
-    if words["schedule"] not in SCHEDULES:
-        yield f"prediction only: training does not run the schedule {words['schedule']} yet"
     for axis, name in (("cp", "context"), ("ep", "expert")):
         if plan.size(axis) > 1:
             yield f"prediction only: training has no {name} parallelism yet"

@@ -11,9 +11,8 @@ import numpy as np
 from threefold.cost.strategies import Array, Strategies
 from threefold.plan.layouts import Layout, layouts, refusal
 from threefold.plan.options import (
-    INTERLEAVED,
     NAIVE,
-    interleaving_fits,
+    chunks_fit,
     order_values,
     partition_values,
     schedule_values,
@@ -124,12 +123,12 @@ class _Builder:
         """Drop the tops that are illegal, or the same as another, with all their rungs."""
         fixed, length = self.question.fixed, self.question.sequence_length
         parallel = tops.sequence_parallel
-        interleaved = tops.schedule == INTERLEAVED
+        chunked = tops.chunks > 1
         alone = (layout.tp == 1) and "sequence_parallel" not in fixed
         refusals = (
             (Reason.SEQUENCE, parallel & (length // layout.cp % layout.tp != 0)),
             (Reason.SAME, parallel & alone),
-            (Reason.INTERLEAVING, interleaved & ~interleaving_fits(self.question, tops)),
+            (Reason.INTERLEAVING, chunked & ~chunks_fit(self.question, tops)),
         )
         legal = np.ones(len(tops), dtype=bool)
         for reason, wrong in refusals:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from threefold.cost.hardware import build_hardware
+from threefold.cost.measured import measured_hardware
+from threefold.cost.profile import Profile, check_profile
 from threefold.cost.strategies import (
     ORDER_CODES,
     PARTITION_CODES,
@@ -15,12 +17,15 @@ from threefold.cost.strategies import (
     Strategies,
 )
 from threefold.errors import JobError, Problem
-from threefold.job import ClusterSpec, Job, ModelSpec
+from threefold.job import ClusterSpec, Job, ModelSpec, parse_job
+from threefold.layout import balanced_sizes
+from threefold.plan.balance import resolve_partition, with_partition
 from threefold.plan.learning_rate import learning_rate_hint
-from threefold.plan.options import balanced_layers, even_layers
+from threefold.plan.options import even_layers
 from threefold.plan.plans import Plan
 from threefold.plan.prediction_only import prediction_only
-from threefold.plan.question import Question
+from threefold.plan.question import Question, read_fixed
+from threefold.schedule import Kind, Placement, job_schedule
 
 _PLANNED = (
     "train_batch_size",
@@ -68,6 +73,21 @@ def replanned_job(plan: Plan, job: Job) -> dict[str, Any]:
     return {"model": _stated(job.model), **kept, **settings}
 
 
+def balanced_job(planned: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
+    """A planned job with its stages cut by measured costs, where ``profile`` is of the work that the plan does."""
+    job = parse_job(planned)
+    try:
+        check_profile(profile, job)
+    except JobError:  # another tp or micro batch than was measured: the plan's own partition stays
+        return dict(planned)
+    _, balance = resolve_partition(with_partition(job, "auto"), profile)
+    if balance is None:
+        return dict(planned)
+    parallelism = planned["parallelism"]
+    pipeline = {**parallelism["pp"], "partition": list(balance.partition)}
+    return {**planned, "parallelism": {**parallelism, "pp": pipeline}}
+
+
 _ZERO_KEYS = ("stage", "offload_optimizer", "offload_param")
 
 
@@ -100,11 +120,11 @@ def _settings(plan: Plan, model: ModelSpec) -> dict[str, Any]:
 
 
 def _pipeline(plan: Plan, model: ModelSpec) -> dict[str, Any]:
-    words, stages = plan.parallelism, plan.size("pp")
+    words, stages = plan.parallelism, plan.size("pp") * plan.size("chunks")
     balanced = words["partition"] == "balanced" and stages > 1
-    partition = list(balanced_layers(model.num_hidden_layers, stages)) if balanced else "even"
+    partition = list(balanced_sizes(model.num_hidden_layers, stages)) if balanced else "even"
     chunks = {"chunks": plan.size("chunks")} if plan.size("chunks") > 1 else {}
-    return {"size": stages, "schedule": words["schedule"], **chunks, "partition": partition}
+    return {"size": plan.size("pp"), "schedule": words["schedule"], **chunks, "partition": partition}
 
 
 def _zero(words: Mapping[str, object]) -> dict[str, Any]:
@@ -112,14 +132,23 @@ def _zero(words: Mapping[str, object]) -> dict[str, Any]:
     return {"stage": words["zero_stage"], **offloads}
 
 
-def question_of(job: Job) -> Question:
-    """What ``job`` asks: its model, machines and batch. Raises JobError for sections that are missing."""
-    if job.model is None or job.data is None or job.cluster is None:
-        raise JobError(_missing(job))
-    return Question(job.model, job.data.sequence_length, build_hardware(job.cluster), job.train_batch_size)
+def question_of(job: Job, profile: Profile | None = None) -> Question:
+    """What ``job`` asks: its model, machines and batch; with a profile the machines are those that it measured.
+
+    Raises JobError for sections that are missing.
+    """
+    measured = profile is not None
+    if job.model is None or job.data is None or (job.cluster is None and not measured):
+        raise JobError(_missing(job, measured))
+    hardware = build_hardware(job.cluster) if profile is None and job.cluster else None
+    if profile is not None:
+        hardware = measured_hardware(job, profile)
+    assert hardware is not None, "a job without a profile has a cluster, or is refused above"
+    fixed = read_fixed({"precision": job.precision}) if measured and job.precision != "fp64" else {}
+    return Question(job.model, job.data.sequence_length, hardware, job.train_batch_size, fixed)
 
 
-def _missing(job: Job) -> list[Problem]:
+def _missing(job: Job, measured: bool) -> list[Problem]:
     examples = {
         "model": '"model": {"preset": "gpt3-175b"}',
         "data": '"data": {"sequence_length": 2048}',
@@ -128,7 +157,7 @@ def _missing(job: Job) -> list[Problem]:
     return [
         Problem(key, "is missing, and a prediction needs it", f"add it, for example {example}")
         for key, example in examples.items()
-        if getattr(job, key) is None
+        if getattr(job, key) is None and not (measured and key == "cluster")
     ]
 
 
@@ -147,13 +176,24 @@ def strategy_of(job: Job) -> Strategies:
         zero_stage=zero.stage,
         sequence_parallel=parallelism.tp.sequence_parallel,
         recompute=RECOMPUTE_CODES[job.activation_checkpointing.mode],
-        schedule=SCHEDULE_CODES[parallelism.pp.schedule],
+        schedule=SCHEDULE_CODES[schedule_like(job)],
         offload_optimizer=_is_offloaded(zero.offload_optimizer),
         offload_param=_is_offloaded(zero.offload_param),
         precision=PRECISION_CODES[job.precision],
         order=ORDER_CODES[parallelism.order],
         partition=_partition(job),
     )
+
+
+def schedule_like(job: Job) -> str:
+    """The schedule whose closed form is nearest to the job's: itself, unless it is searched or written by hand."""
+    pipeline = job.parallelism.pp
+    if pipeline.schedule_file is None and pipeline.schedule in SCHEDULE_CODES:
+        return pipeline.schedule
+    schedule = job_schedule(job)
+    if schedule.num_chunks > 1:
+        return "zb_v" if schedule.placement is Placement.V else "interleaved_1f1b"
+    return "zb_h1" if any(action.kind is Kind.W for row in schedule.rows for action in row) else "1f1b"
 
 
 def _is_offloaded(offload: Any) -> bool:
@@ -165,6 +205,6 @@ def _partition(job: Job) -> int:
     stated = job.parallelism.pp.partition
     if isinstance(stated, str) or job.model is None:
         return PARTITION_CODES["even"]
-    layers = job.model.num_hidden_layers
-    is_balanced = tuple(stated) == balanced_layers(layers, job.pp) != even_layers(layers, job.pp)
+    layers, stages = job.model.num_hidden_layers, job.parallelism.pp.num_stages
+    is_balanced = tuple(stated) == balanced_sizes(layers, stages) != even_layers(layers, stages)
     return PARTITION_CODES["balanced" if is_balanced else "even"]

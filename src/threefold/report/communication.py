@@ -11,6 +11,7 @@ from threefold.job.spec import Job
 from threefold.report.facts import Facts, Section, TextTable
 from threefold.report.placement import Placement
 from threefold.report.words import format_bytes, format_integers
+from threefold.schedule import Schedule
 
 GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -40,12 +41,16 @@ class TrafficRow:
     bytes_per_step: int
 
 
-def traffic_rows(job: Job, sequence_length: int) -> list[TrafficRow]:
-    """The transfers of all stages; stages that send the same share a row, buckets of one kind too."""
+def traffic_rows(job: Job, sequence_length: int, schedule: Schedule | None = None) -> list[TrafficRow]:
+    """The transfers of all stages; stages that send the same share a row, buckets of one kind too.
+
+    Of ranks with several chunks a row is a rank; ``schedule`` tells which stages it holds.
+    """
     stages: dict[tuple[str | int, ...], list[int]] = {}
     rows: dict[tuple[str | int, ...], TrafficRow] = {}
     for stage in listed_stages(job.pp):
-        for row in _merge_buckets(estimate_traffic(job, stage, sequence_length)):
+        held = None if schedule is None else schedule.stages_of(stage)
+        for row in _merge_buckets(estimate_traffic(job, stage, sequence_length, stages=held)):
             key = (row.axis, row.operation, row.what, row.when, row.times, row.largest_bytes, row.bytes_per_step)
             stages.setdefault(key, []).append(stage)
             rows.setdefault(key, row)
@@ -68,9 +73,10 @@ def _merge_buckets(transfers: tuple[Transfer, ...]) -> Iterator[TrafficRow]:
         yield TrafficRow(*kind, (), times, largest, sum(member.bytes_per_step for member in members))
 
 
-def traffic_table(job: Job, placement: Placement, sequence_length: int) -> TextTable:
+def traffic_table(job: Job, placement: Placement, sequence_length: int, schedule: Schedule | None = None) -> TextTable:
     """Every transfer of a step with its bytes."""
-    header = ("axis", "operation", "what", "when", "stage", "times", "bytes each", "bytes a step", "nodes")
+    who = "pp rank" if job.parallelism.pp.chunks > 1 else "stage"
+    header = ("axis", "operation", "what", "when", who, "times", "bytes each", "bytes a step", "nodes")
     nodes = {axis: placement.links_word(axes) for axis, axes in GROUP_AXES.items()}
     rows = tuple(
         (
@@ -84,7 +90,7 @@ def traffic_table(job: Job, placement: Placement, sequence_length: int) -> TextT
             format_bytes(row.bytes_per_step),
             nodes[row.axis],
         )
-        for row in traffic_rows(job, sequence_length)
+        for row in traffic_rows(job, sequence_length, schedule)
     )
     return TextTable(header, rows)
 
@@ -150,7 +156,7 @@ def traffic_section(facts: Facts) -> Section:
         return Section("What is sent", ("One rank sends nothing.",))
     if facts.sequence_length is None:
         return Section("What is sent", (symbolic_table(facts.job, facts.placement),))
-    table = traffic_table(facts.job, facts.placement, facts.sequence_length)
+    table = traffic_table(facts.job, facts.placement, facts.sequence_length, facts.schedule)
     note = (
         "Times and bytes are those of one rank in one optimizer step; nodes says whether the group lies inside a node "
         "or across several. Bytes are the whole tensor that enters a collective; a ring all_reduce over g ranks puts "
@@ -207,7 +213,7 @@ def _amount(facts: Facts, axis: str) -> str:
     """`` (up to 12.6 MB a message, 4.83 GB a step)`` for the busiest stage; nothing for a job without sizes."""
     if facts.sequence_length is None:
         return ""
-    rows = [row for row in traffic_rows(facts.job, facts.sequence_length) if row.axis == axis]
+    rows = [row for row in traffic_rows(facts.job, facts.sequence_length, facts.schedule) if row.axis == axis]
     per_stage = Counter[int]()
     for row in rows:
         per_stage.update(dict.fromkeys(row.stages, row.bytes_per_step))
@@ -217,5 +223,5 @@ def _amount(facts: Facts, axis: str) -> str:
 
 
 def _where(facts: Facts, axis: str) -> str:
-    groups = "group lies" if len(facts.layout.groups(axis)) == 1 else "groups lie"
+    groups = "group lies" if len(facts.layout.group_table(axis)) == 1 else "groups lie"
     return f"Here its {groups} {facts.placement.links(axis)}."

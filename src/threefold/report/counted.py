@@ -12,6 +12,7 @@ from threefold.job.spec import Job
 from threefold.layout import AXES
 from threefold.report.facts import Section, TextTable
 from threefold.report.words import format_bytes, format_integers
+from threefold.schedule import job_schedule
 
 TITLE = "What was counted"
 STATES = ("parameters", "gradients", "optimizer")
@@ -32,16 +33,17 @@ def counted_section(job: Job, summary: Mapping[str, Any] | None) -> Section:
 def group_of(job: Job, axis: str) -> str:
     """The name by which the runtime counts what the cost model says of ``axis``: axes of one rank are left out."""
     if axis == "dp+pp":
-        return f"tied stages 0+{job.pp - 1}"
+        return f"tied pp 0+{job.pp - 1}"
     axes = AXES if axis == "world" else axis.split("+")
     return "+".join(name for name in AXES if name in axes and getattr(job, name) > 1)
 
 
 def _sent_rows(job: Job, ranks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     rows: dict[tuple[str, int, tuple[int, ...]], list[int]] = {}
+    schedule = job_schedule(job)
     for stage in range(job.pp):
         predicted: Counter[str] = Counter()
-        for transfer in estimate_traffic(job, stage):
+        for transfer in estimate_traffic(job, stage, stages=schedule.stages_of(stage)):
             predicted[group_of(job, transfer.axis)] += transfer.bytes_per_step
         counted = [_sent(rank) for rank in ranks if rank["pp"] == stage]
         for group in sorted({*predicted, *(name for each in counted for name in each)}):
@@ -59,8 +61,9 @@ def _sent(rank: Mapping[str, Any]) -> Counter[str]:
 
 
 def _held_rows(job: Job, ranks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    schedule = job_schedule(job)
     for stage in range(job.pp):
-        predicted = estimate_held(job, stage)
+        predicted = estimate_held(job, stage, schedule.stages_of(stage))
         memories = [rank["memory"] for rank in ranks if rank["pp"] == stage]
         for name in STATES:
             amounts = tuple(sorted({memory["held"][name] for memory in memories}))

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from threefold.cost.profile import Profile
 from threefold.job.spec import Job
+from threefold.plan.balance import resolve_partition
 from threefold.report.communication import reading_section, traffic_section
 from threefold.report.compression import compression_section
 from threefold.report.counted import counted_section
@@ -24,15 +26,21 @@ MIN_WIDTH = 120
 """Columns of the text when it doesn't go to a terminal."""
 
 
-def print_explanation(job: Job, console: Console | None = None, summary: Mapping[str, Any] | None = None) -> None:
+def print_explanation(
+    job: Job,
+    console: Console | None = None,
+    summary: Mapping[str, Any] | None = None,
+    profile: Profile | None = None,
+) -> None:
     """Print the explanation of ``job``; plain text where stdout is no terminal.
 
-    ``summary`` is what a run of the job has counted (its summary.json).
+    ``summary`` is what a run of the job has counted (its summary.json), ``profile`` what its parts were measured to
+    take.
     """
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=MIN_WIDTH, color_system=None)
-    for section in explain_sections(job, console.width, summary):
+    for section in explain_sections(job, console.width, summary, profile):
         console.print(Text(section.title, style="bold"))
         console.print(Text("-" * len(section.title), style="dim"))
         for part in section.body:
@@ -53,17 +61,23 @@ def _renderable(part: str | TextTable | Grid) -> Text | Table:
     return table
 
 
-def explain_sections(job: Job, width: int = MIN_WIDTH, summary: Mapping[str, Any] | None = None) -> list[Section]:
+def explain_sections(
+    job: Job,
+    width: int = MIN_WIDTH,
+    summary: Mapping[str, Any] | None = None,
+    profile: Profile | None = None,
+) -> list[Section]:
     """The explanation as data. ``width`` (columns) decides whether the schedule's grid is shown."""
+    job, balance = resolve_partition(job, profile)
     facts = collect_facts(job)
     sections = [
         job_section(facts),
         map_section(facts),
         groups_section(facts),
-        stages_section(facts),
+        stages_section(facts, balance),
         traffic_section(facts),
         compression_section(facts),
-        prediction_section(job),
+        prediction_section(job, profile),
         counted_section(job, summary),
         schedule_section(facts, width),
         shards_section(facts),

@@ -8,7 +8,7 @@ from threefold.cost.traffic import local_parameters
 from threefold.job.spec import Job
 from threefold.layout import Layout, split_layers
 from threefold.report.placement import Placement
-from threefold.schedule import Schedule, build_schedule
+from threefold.schedule import Schedule, job_schedule
 
 ASSUMED_DEVICES_PER_NODE = 8
 """Devices of a node where the job states no cluster: what most GPU servers have."""
@@ -39,7 +39,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Facts:
-    """A job, where its ranks are, its schedule, and the parameters that a device of each stage holds.
+    """A job, where its ranks are, its schedule, and the parameters that a device of each pipeline rank holds.
 
     ``sequence_length`` is None and ``parameters`` are empty for a job without a model: there are no bytes to state.
     """
@@ -58,20 +58,22 @@ class Facts:
     @property
     def stages(self) -> tuple[range, ...] | None:
         """The layers of each stage; None when the job states neither a model nor a list of layers."""
-        partition = self.job.parallelism.pp.partition
+        pipeline = self.job.parallelism.pp
         if self.job.model is not None:
-            return split_layers(self.job.model.num_hidden_layers, self.job.pp, partition)
-        return None if isinstance(partition, str) else split_layers(sum(partition), self.job.pp, partition)
+            return split_layers(self.job.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
+        if isinstance(pipeline.partition, str):
+            return None
+        return split_layers(sum(pipeline.partition), pipeline.num_stages, pipeline.partition)
 
 
 def collect_facts(job: Job) -> Facts:
     """The facts of ``job``, with the assumptions that stand in for a cluster and a sequence length not stated."""
     layout = Layout(dp=job.dp, pp=job.pp, tp=job.tp, order=job.parallelism.axes)
     devices = job.cluster.devices_per_node if job.cluster else min(ASSUMED_DEVICES_PER_NODE, layout.world_size)
-    schedule = build_schedule(job.parallelism.pp.schedule, job.pp, job.num_microbatches)
+    schedule = job_schedule(job)
     placement = Placement(layout, devices)
     if job.model is None:
         return Facts(job, placement, schedule, sequence_length=None, parameters=())
     sequence_length = job.data.sequence_length if job.data else job.model.max_position_embeddings
-    parameters = tuple(local_parameters(job, stage) for stage in range(job.pp))
+    parameters = tuple(local_parameters(job, rank, schedule.stages_of(rank)) for rank in range(job.pp))
     return Facts(job, placement, schedule, sequence_length, parameters)

@@ -88,14 +88,15 @@ def map_section(facts: Facts) -> Section:
         intro += f" The job states no cluster: {count_of(placement.devices_per_node, 'device')} a node are assumed."
     else:
         intro += f" A node has {count_of(cluster.devices_per_node, 'device')} ({cluster.device})."
-    rows = node_rows(placement)
-    num_hidden = max(len(rows) - MOST_NODE_ROWS, 0)
+    num_nodes = placement.num_nodes
+    num_hidden = max(num_nodes - MOST_NODE_ROWS, 0)
+    shown = range(num_nodes) if not num_hidden else [*range(MOST_NODE_ROWS - 1), num_nodes - 1]
     note = [f"({count_of(num_hidden, 'node')} before the last left out.)"] if num_hidden else []
-    return Section("Where the ranks are", (intro, *describe_placement(placement), _node_table(rows), *note))
+    table = _node_table(node_rows(placement, shown))
+    return Section("Where the ranks are", (intro, *describe_placement(placement), table, *note))
 
 
 def _node_table(rows: Sequence[NodeRow]) -> TextTable:
-    shown = rows if len(rows) <= MOST_NODE_ROWS else [*rows[: MOST_NODE_ROWS - 1], rows[-1]]
     cells = tuple(
         (
             str(row.node),
@@ -104,7 +105,7 @@ def _node_table(rows: Sequence[NodeRow]) -> TextTable:
             format_integers(row.stages),
             format_integers(row.pipelines),
         )
-        for row in shown
+        for row in rows
     )
     return TextTable(("node", "ranks", "tp group", "stage", "pipeline (replica)"), cells)
 
@@ -121,8 +122,8 @@ def groups_section(facts: Facts) -> Section:
 
 
 def _group_cells(layout: Layout, axis: str) -> tuple[str, str, str, str]:
-    groups = layout.groups(axis)
-    shown = "  ".join(f"({format_integers(group)})" for group in groups[:2])
+    groups = layout.group_table(axis)
+    shown = "  ".join(f"({format_integers(group)})" for group in groups[:2].tolist())
     more = "  ..." if len(groups) > 2 else ""
     apart = str(layout.stride(axis)) if layout.size(axis) > 1 else "-"
     return str(len(groups)), str(layout.size(axis)), apart, shown + more

@@ -5,8 +5,11 @@ Every sentence is derived from the layout; none assumes an order of the axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from threefold.layout import Layout
 from threefold.report.words import count_of, format_integers, sentence
@@ -20,39 +23,68 @@ class Placement:
     devices_per_node: int
 
     @property
-    def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node; the last node may be partly filled."""
-        world, size = self.layout.world_size, self.devices_per_node
-        return tuple(tuple(range(start, min(start + size, world))) for start in range(0, world, size))
+    def num_nodes(self) -> int:
+        """Nodes that hold a rank; the last may be partly filled."""
+        return -(-self.layout.world_size // self.devices_per_node)
 
-    def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The nodes that ``ranks`` are on, ascending."""
-        return tuple(sorted({self.layout.node(rank, self.devices_per_node) for rank in ranks}))
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """The ranks on ``node``."""
+        start = node * self.devices_per_node
+        return tuple(range(start, min(start + self.devices_per_node, self.layout.world_size)))
 
-    def most_nodes(self, axes: str | Sequence[str]) -> int:
-        """The largest number of nodes that one group over ``axes`` touches."""
-        return max(len(self.nodes_of(group)) for group in self.layout.groups(axes))
+    def spans(self, axes: str | Sequence[str]) -> Spans:
+        """The nodes of every group over ``axes``."""
+        nodes = np.sort(self.layout.group_table(axes) // self.devices_per_node, axis=1)
+        return Spans(nodes, self.devices_per_node, self.layout.world_size)
 
     def links(self, axes: str | Sequence[str]) -> str:
         """Which links a group over ``axes`` crosses, in words."""
-        groups = self.layout.groups(axes)
-        if len(groups[0]) == 1:
+        spans = self.spans(axes)
+        if spans.nodes.shape[1] == 1:
             return "none"
-        num_crossing = sum(len(self.nodes_of(group)) > 1 for group in groups)
-        if num_crossing == 0:
+        crossing = spans.num_nodes > 1
+        if not crossing.any():
             return "inside a node"
-        return "across nodes" if num_crossing == len(groups) else "some inside a node, some across nodes"
+        return "across nodes" if crossing.all() else "some inside a node, some across nodes"
 
     def links_word(self, axes: str | Sequence[str]) -> str:
         """``links`` in one word, for tables."""
         return {"inside a node": "inside", "across nodes": "across", "none": "none"}.get(self.links(axes), "both")
 
-    def fills_whole_nodes(self, ranks: Sequence[int]) -> bool:
-        """Whether ``ranks`` are all ranks of all nodes that they are on."""
-        return sum(self._num_ranks(node) for node in self.nodes_of(ranks)) == len(ranks)
 
-    def _num_ranks(self, node: int) -> int:
-        return min(self.devices_per_node, self.layout.world_size - node * self.devices_per_node)
+@dataclass(frozen=True)
+class Spans:
+    """Which nodes groups touch: ``nodes`` is [group, member], ascending along each group."""
+
+    nodes: NDArray[np.int64]
+    devices_per_node: int
+    world_size: int
+
+    @property
+    def is_new(self) -> NDArray[np.bool_]:
+        """Which members are the first of their group on their node."""
+        first = np.ones((len(self.nodes), 1), dtype=bool)
+        return np.concatenate([first, self.nodes[:, 1:] != self.nodes[:, :-1]], axis=1)
+
+    @property
+    def num_nodes(self) -> NDArray[np.int64]:
+        """How many nodes each group touches."""
+        return self.is_new.sum(axis=1)
+
+    @property
+    def fill_whole_nodes(self) -> bool:
+        """Whether every group is all ranks of all nodes that it touches."""
+        size = np.minimum(self.devices_per_node, self.world_size - self.nodes * self.devices_per_node)
+        return bool(((size * self.is_new).sum(axis=1) == self.nodes.shape[1]).all())
+
+    @property
+    def num_inside_first(self) -> int:
+        """How many groups lie inside node 0."""
+        return int((self.nodes == 0).all(axis=1).sum())
+
+    def of(self, group: int) -> tuple[int, ...]:
+        """The nodes that a group touches."""
+        return tuple(np.unique(self.nodes[group]).tolist())
 
 
 def describe_placement(placement: Placement) -> list[str]:
@@ -64,29 +96,27 @@ def _tensor_sentence(placement: Placement) -> str:
     layout = placement.layout
     if layout.tp == 1:
         return "tp is 1: every layer is whole on its device."
-    groups = layout.groups("tp")
-    if placement.most_nodes("tp") > 1:
-        return f"A tp group spans {count_of(placement.most_nodes('tp'), 'node')}."
-    if all(placement.fills_whole_nodes(group) for group in groups):
+    spans = placement.spans("tp")
+    if spans.num_nodes.max() > 1:
+        return f"A tp group spans {count_of(int(spans.num_nodes.max()), 'node')}."
+    if spans.fill_whole_nodes:
         return f"Each node is one tp group: its {layout.tp} devices share every layer of one stage."
-    per_node = len({group for group in groups if placement.nodes_of(group) == (0,)})
-    return sentence(f"each node holds {count_of(per_node, 'tp group')} of {layout.tp} devices.")
+    return sentence(f"each node holds {count_of(spans.num_inside_first, 'tp group')} of {layout.tp} devices.")
 
 
 def _pipeline_sentence(placement: Placement) -> str:
     layout = placement.layout
-    pipelines = layout.groups(("pp", "tp"))
+    spans = placement.spans(("pp", "tp"))
     stages = count_of(layout.pp, "stage")
-    spans = [placement.nodes_of(ranks) for ranks in pipelines]
-    if all(placement.fills_whole_nodes(ranks) for ranks in pipelines):
-        num_nodes = len(spans[0])
-        where = "; ".join(format_integers(nodes) for nodes in spans[:4]) + ("; ..." if len(spans) > 4 else "")
+    if spans.fill_whole_nodes:
+        num_nodes, num_pipelines = int(spans.num_nodes[0]), len(spans.nodes)
+        where = "; ".join(format_integers(spans.of(group)) for group in range(min(num_pipelines, 4)))
+        where += "; ..." if num_pipelines > 4 else ""
         verb = "forms" if num_nodes == 1 else "form"
         return sentence(f"{count_of(num_nodes, 'node')} {verb} a pipeline of {stages} (nodes {where}).")
-    if max(map(len, spans)) == 1:
-        per_node = sum(nodes == (0,) for nodes in spans)
-        return sentence(f"each node holds {count_of(per_node, 'whole pipeline')} of {stages}.")
-    touched = count_of(max(map(len, spans)), "node")
+    if spans.num_nodes.max() == 1:
+        return sentence(f"each node holds {count_of(spans.num_inside_first, 'whole pipeline')} of {stages}.")
+    touched = count_of(int(spans.num_nodes.max()), "node")
     return f"A pipeline of {stages} touches {touched}, and shares them with other pipelines."
 
 
@@ -108,14 +138,15 @@ class NodeRow:
     pipelines: tuple[int, ...]
 
 
-def node_rows(placement: Placement) -> list[NodeRow]:
-    """One row a node; tp groups are numbered as ``Layout.groups`` lists them, pipelines by their dp coordinate."""
+def node_rows(placement: Placement, nodes: Iterable[int] | None = None) -> list[NodeRow]:
+    """One row for each of ``nodes``, or for all; tp groups are numbered as ``Layout.groups`` lists them, pipelines by
+    their dp coordinate."""
     layout = placement.layout
-    tp_number = {rank: number for number, group in enumerate(layout.groups("tp")) for rank in group}
     rows = []
-    for node, ranks in enumerate(placement.nodes):
+    for node in range(placement.num_nodes) if nodes is None else nodes:
+        ranks = placement.ranks_of(node)
         coords = [layout.coord(rank) for rank in ranks]
-        tp_groups = tuple(sorted({tp_number[rank] for rank in ranks}))
+        tp_groups = tuple(sorted({coord.dp * layout.pp + coord.pp for coord in coords}))
         stages = tuple(sorted({coord.pp for coord in coords}))
         rows.append(NodeRow(node, ranks, tp_groups, stages, tuple(sorted({coord.dp for coord in coords}))))
     return rows
@@ -124,7 +155,7 @@ def node_rows(placement: Placement) -> list[NodeRow]:
 def placement_warnings(placement: Placement) -> list[str]:
     """What about the placement costs speed, why, and what to do about it."""
     layout = placement.layout
-    if layout.tp == 1 or placement.most_nodes("tp") == 1:
+    if layout.tp == 1 or placement.spans("tp").num_nodes.max() == 1:
         return []
     why = (
         "tp sends several messages in every layer of every microbatch, and the layer waits for each of them; links "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threefold.cost.profile import Profile
 from threefold.errors import JobError
 from threefold.job import Job
 from threefold.plan.as_is import predict_job
@@ -13,10 +14,13 @@ from threefold.report.words import format_bytes, format_count
 TITLE = "What is predicted"
 
 
-def prediction_section(job: Job) -> Section:
-    """Time, memory and traffic of a step; empty for a job without model, data or machines that are known."""
+def prediction_section(job: Job, profile: Profile | None = None) -> Section:
+    """Time, memory and traffic of a step, by measured costs where there is a profile.
+
+    Empty for a job without model, data or machines that are known.
+    """
     try:
-        plan = predict_job(job).plans[0]
+        plan = predict_job(job, profile).plans[0]
     except JobError:  # nothing is known of such machines, say of CPUs: an explanation goes without numbers
         return Section(TITLE, ())
     rows = (*_step_rows(plan), *_memory_rows(plan))

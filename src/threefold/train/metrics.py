@@ -3,7 +3,11 @@
 ``metrics.jsonl`` holds two kinds of lines, told apart by their keys. A step has ``loss``::
 
     {"step": 1, "loss": 5.54, "grad_norm": 2.1, "learning_rate": 1e-4, "tokens": 8192, "tokens_per_s": 9e3,
-     "step_s": 0.9}
+     "step_s": 0.9, "bubble": 0.12, "idle_s": {"warm_up": 0.02, "stage": 0.08, "transfer": 0.01, "sync": 0.0,
+     "cool_down": 0.01, "host": 0.01}, "exposed_comm_s": 0.01}
+
+Where the pipeline's times are recorded, ``bubble`` is its share of the step, and seconds are means over ranks. With
+fp16 there are ``loss_scale``, the one that the step was computed with, and ``skipped``, whether gradients overflowed.
 
 An evaluation has ``eval_loss``; it is of the parameters after ``step`` steps, over ``eval_tokens`` valid tokens::
 
@@ -12,12 +16,12 @@ An evaluation has ``eval_loss``; it is of the parameters after ``step`` steps, o
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -25,7 +29,9 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from threefold.errors import JobError, Problem
+from threefold.errors import JobError, Problem, WorkerError
+from threefold.train.lines import LineFile, cannot_write
+from threefold.train.recorded import StepTimes
 
 METRICS_FILE = "metrics.jsonl"
 _NUM_PLAIN_LINES = 30
@@ -38,6 +44,7 @@ class StepMetrics:
     """One optimizer step: ``step`` counts the steps done, from 1, and ``tokens`` all tokens so far.
 
     ``loss`` is the mean of this step in nats. ``grad_norm`` is the global norm before clipping, None when not computed.
+    ``loss_scale`` and ``skipped`` are those of fp16, ``times`` those that were recorded; None where there are none.
     """
 
     step: int
@@ -47,16 +54,25 @@ class StepMetrics:
     tokens: int
     tokens_per_s: float
     step_s: float
+    loss_scale: float | None = None
+    skipped: bool | None = None
+    times: StepTimes | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """What is written: what there isn't is left out, but for the norm."""
+        fields = asdict(self)
+        times = fields.pop("times") or {}
+        return {key: value for key, value in (fields | times).items() if value is not None or key == "grad_norm"}
 
 
 class MetricsWriter:
     """Writes a run's metrics; only one rank has one. Close it, or use it in a ``with``.
 
-    Each line is flushed, so a crash loses at most the line that is being written. With ``live`` and a terminal, one
-    line is redrawn in place; otherwise some 30 plain lines are printed over the run, which is what a log wants. A loss
-    that is not finite is written as null, since JSON has no NaN, and always printed.
+    Each line is written at once and whole, so a crash loses nothing that was reported. With ``live`` and a terminal,
+    one line is redrawn in place; otherwise some 30 plain lines are printed over the run, which is what a log wants. A
+    loss that is not finite is written as null, since JSON has no NaN, and always printed.
 
-    Raises JobError when ``run_dir`` holds another run's metrics.
+    Raises JobError when ``run_dir`` holds another run's metrics, WorkerError when a line can't be written.
     """
 
     def __init__(
@@ -65,7 +81,7 @@ class MetricsWriter:
         self._path = run_dir / METRICS_FILE
         _refuse_other_run(self._path)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = LineFile(self._path)
         console = console or Console()
         self._console = console
         self._scalars = _ScalarWriter(run_dir) if tensorboard else None
@@ -79,14 +95,16 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error, a disk that is still full says nothing new.
+        with contextlib.suppress(*([WorkerError] if kind else [])):
+            self.close()
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
-        fields = asdict(metrics)
+        fields = metrics.fields()
         self._append(fields)
-        self._add_scalars(metrics.step, {f"train/{k}": v for k, v in fields.items() if k != "step" and v is not None})
+        self._add_scalars(metrics.step, {f"train/{name}": value for name, value in _scalars(fields) if name != "step"})
         self._first = self._first or metrics
         self._last = metrics
         self._tokens_per_s.append(metrics.tokens_per_s)
@@ -103,15 +121,15 @@ class MetricsWriter:
         if self._file.closed:
             return
         self._file.close()
-        if self._scalars:
-            self._scalars.close()
-        self._display.close()
+        try:
+            if self._scalars:
+                self._scalars.close()
+        finally:
+            self._display.close()
         self._console.print(self._summary(), markup=False, highlight=False, soft_wrap=True)
 
-    def _append(self, fields: Mapping[str, float | None]) -> None:
-        finite = {key: value if value is None or math.isfinite(value) else None for key, value in fields.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+    def _append(self, fields: Mapping[str, Any]) -> None:
+        self._file.append({key: None if _is_not_finite(value) else value for key, value in fields.items()})
 
     def _add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._scalars:
@@ -222,20 +240,42 @@ class _ScalarWriter:
 
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
-        self._events = EventFileWriter(str(run_dir / "tensorboard"))
+        self._path = run_dir / "tensorboard"
+        self._events = EventFileWriter(str(self._path))
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         # The classes are generated at import, out of a type checker's sight.
         values = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         summary = self._summary.Summary(value=values)
-        self._events.add_event(self._event.Event(wall_time=time.time(), step=step, summary=summary))
+        try:
+            self._events.add_event(self._event.Event(wall_time=time.time(), step=step, summary=summary))
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
 
     def close(self) -> None:
-        self._events.close()
+        try:
+            self._events.close()
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
+
+
+def _scalars(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers by name; those of a mapping have its name before theirs."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
+        elif value is not None:
+            yield name, float(value)
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _numbers(metrics: StepMetrics) -> str:
-    return f"loss {_shown(metrics.loss)}  {metrics.tokens_per_s:,.0f} tokens/s"
+    bubble = f"  bubble {metrics.times.bubble:.0%}" if metrics.times and metrics.times.bubble is not None else ""
+    skipped = f"  skipped (overflow at loss scale {metrics.loss_scale:g})" if metrics.skipped else ""
+    return f"loss {_shown(metrics.loss)}  {metrics.tokens_per_s:,.0f} tokens/s{bubble}{skipped}"
 
 
 def _shown(loss: float) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job, check_trainable
+from threefold.schedule import job_schedule
 from threefold.train.metrics import METRICS_FILE, new_run_dir
 
 RESOLVED_JOB = "job.json"
@@ -37,15 +38,25 @@ def check_one_machine(job: Job, job_file: Path) -> None:
 def check_before_start(job: Job, num_local_ranks: int) -> None:
     """Refuse what can't be trained, data that is missing or does not fit, devices that are not there: all at once.
 
-    Raises JobError.
+    Raises JobError, and ScheduleError for a schedule file that spells no legal schedule.
     """
-    problems = check_trainable(job)
+    problems = check_trainable(job) + _wrong_schedule(job)
     if not is_cpu(job):
-        problems += _missing_gpus(num_local_ranks)
+        problems += missing_gpus(num_local_ranks)
     if job.model is not None and job.data is not None and job.data.train is not None:
         problems += _wrong_data(job)
     if problems:
         raise JobError(problems)
+
+
+def _wrong_schedule(job: Job) -> list[Problem]:
+    if job.parallelism.pp.schedule_file is None:
+        return []
+    try:
+        job_schedule(job)
+    except JobError as error:
+        return list(error.problems)
+    return []
 
 
 def _wrong_data(job: Job) -> list[Problem]:
@@ -58,7 +69,8 @@ def _wrong_data(job: Job) -> list[Problem]:
     return []
 
 
-def _missing_gpus(needed: int) -> list[Problem]:
+def missing_gpus(needed: int) -> list[Problem]:
+    """The problem of a machine with fewer GPUs than that."""
     import torch
 
     # device_count asks the driver; it does not make a context, which would take memory on the first GPU.
@@ -114,7 +126,8 @@ def summarize(job: Job, run_dir: Path) -> str:
     """One paragraph: what is about to happen, in the numbers that a person checks first."""
     assert job.model is not None and job.data is not None, "check_trainable refuses a job without them"
     axes = " × ".join(f"{axis}={size}" for axis, size in (("dp", job.dp), ("tp", job.tp), ("pp", job.pp)))
-    pipeline = f" ({job.parallelism.pp.schedule})" if job.pp > 1 else ""
+    schedule = job.parallelism.pp.schedule_file or job.parallelism.pp.schedule
+    pipeline = f" ({schedule})" if job.pp > 1 else ""
     device = job.cluster.device if job.cluster else "cpu"
     tokens = job.train_batch_size * job.data.sequence_length
     return (

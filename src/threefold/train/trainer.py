@@ -7,7 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 
@@ -25,7 +25,9 @@ from threefold.train.data.source import IGNORED, SampleSource
 from threefold.train.learning_rate import learning_rate_schedule
 from threefold.train.metrics import MetricsWriter, StepMetrics
 from threefold.train.optimizer import ShardedOptimizer
+from threefold.train.recording import StepObserver
 from threefold.train.summary import Sent, TrainSummary, difference, median
+from threefold.train.torch_profile import StepProfiler
 
 _TIMED_STEPS = 1000
 _MEASURED_STEPS = 2
@@ -62,18 +64,29 @@ class Sources:
 
 
 class Trainer:
-    """Trains ``engine`` on ``sources`` as ``job`` says. Only one rank has a ``metrics`` writer."""
+    """Trains ``engine`` on ``sources`` as ``job`` says. Only one rank has a ``metrics`` writer.
+
+    All ranks have an ``observer``, or none. ``profiler`` is told of every step.
+    """
 
     def __init__(
-        self, job: Job, engine: Engine, sources: Sources, metrics: MetricsWriter | None, stop: StopRequest | None = None
+        self,
+        job: Job,
+        engine: Engine,
+        sources: Sources,
+        metrics: MetricsWriter | None,
+        stop: StopRequest | None = None,
+        observer: StepObserver | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.job, self.engine, self.sources, self.metrics = job, engine, sources, metrics
-        self.stop = stop or StopRequest()
+        self.stop, self.observer, self.profiler = stop or StopRequest(), observer, profiler
         self.optimizer = ShardedOptimizer(job.optimizer, engine.data)
         self.scaler = LossScaler.of_job(job.fp16)
         self.learning_rate = learning_rate_schedule(job)
         self.step_seconds: deque[float] = deque(maxlen=_TIMED_STEPS)
         self.last_step: Sent = ()
+        self.skipped = False
         engine.mesh.memory.measured_steps = _MEASURED_STEPS
 
     def run(self) -> TrainSummary:
@@ -84,7 +97,8 @@ class Trainer:
         job, loss, steps = self.job, math.nan, self.job.steps or 0
         for step in range(steps):
             self.engine.mesh.activity.begin_step(step + 1)
-            result = self._train_step(step)
+            with self.profiler.step(step + 1) if self.profiler else nullcontext():
+                result = self._train_step(step)
             loss = result.loss
             done = step + 1
             if _is_due(job.replica_check.every, done, steps):
@@ -107,17 +121,17 @@ class Trainer:
 
     def _train_step(self, step: int) -> StepResult:
         begin, sent_before = time.perf_counter(), self.engine.mesh.traffic.snapshot()
-        rate = self.learning_rate(step)
+        rate, scale = self.learning_rate(step), self.scaler.scale
         result = self.engine.train_step(
             self._samples(step),
             self.sources.train.batch,
             lambda result: self._update(step, rate, result),
             stop=self.stop.wanted,
-            loss_scale=self.scaler.scale,
+            loss_scale=scale,
         )
         self.step_seconds.append(time.perf_counter() - begin)
         self.last_step = difference(self.engine.mesh.traffic.snapshot(), sent_before)
-        self._report(step, rate, result, self.step_seconds[-1])
+        self._report(step, rate, scale, result)
         return result
 
     def _update(self, step: int, rate: float, result: StepResult) -> None:
@@ -130,13 +144,17 @@ class Trainer:
                 f"(now {self.job.gradient_clipping})"
             )
         factor = clip_factor(result.grad_norm, self.job.gradient_clipping) / self.scaler.scale
-        if not self.scaler.skips(result.grad_norm):
+        self.skipped = self.scaler.skips(result.grad_norm)
+        if not self.skipped:
             self.optimizer.step(rate, factor)
 
-    def _report(self, step: int, rate: float, result: StepResult, step_s: float) -> None:
-        done = step + 1
+    def _report(self, step: int, rate: float, scale: float, result: StepResult) -> None:
+        done, step_s = step + 1, self.step_seconds[-1]
         is_last = result.stop or done == self.job.steps
-        if self.metrics is None or not (step == 0 or is_last or done % self.job.logging.every == 0):
+        if not (step == 0 or is_last or done % self.job.logging.every == 0):
+            return
+        times = self.observer.observe(done, is_last=is_last) if self.observer else None
+        if self.metrics is None:
             return
         self.metrics.step(
             StepMetrics(
@@ -147,6 +165,9 @@ class Trainer:
                 tokens=done * self._step_tokens,
                 tokens_per_s=self._step_tokens / step_s,
                 step_s=step_s,
+                loss_scale=scale if self.job.fp16.enabled else None,
+                skipped=self.skipped if self.job.fp16.enabled else None,
+                times=times,
             )
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +15,14 @@ from torch._C._distributed_c10d import FileStore
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job
 from threefold.parallel.activity import ActivityBoard, ActivityLog, ActivityWriter, NullActivity
-from threefold.parallel.engine import build_engine, build_job_mesh, build_layout
+from threefold.parallel.engine import Engine, build_engine, build_job_mesh, build_layout
 from threefold.parallel.mesh import describe
 from threefold.train.data.dataset import TokenDataset
 from threefold.train.launcher import BOARD_VARIABLE, STORE_VARIABLE
 from threefold.train.metrics import MetricsWriter
+from threefold.train.recording import StepObserver, TimesOf
 from threefold.train.summary import TrainSummary, gather_reports, write_summary
+from threefold.train.torch_profile import ProfiledSteps, StepProfiler
 from threefold.train.trainer import Sources, StopRequest, Trainer
 from threefold.train.watchdog import Watchdog, end_process
 
@@ -28,17 +30,18 @@ _BACKSTOP = 2.0
 """The backend's own timeout, in watchdog timeouts: it ends a rank whose watchdog thread is stuck too."""
 
 
-def run_worker(job: Job, run_dir: Path) -> int:
+def run_worker(job: Job, run_dir: Path, times_of: TimesOf | None = None, profiled: ProfiledSteps | None = None) -> int:
     """Train as the rank that the environment names; 0 when done, also after a stop that was asked for.
 
     Environment: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, as torchrun and threefold's launcher set them. Ranks meet
-    over the file ``THREEFOLD_STORE`` or, without it, as ``MASTER_ADDR`` says. Raises WorkerError when a peer is lost.
+    over the file ``THREEFOLD_STORE`` or, without it, as ``MASTER_ADDR`` says. ``times_of`` says what a recorded step
+    amounts to; without it none is kept. ``profiled`` steps are traced. Raises WorkerError when a peer is lost.
     """
     rank = int(os.environ["RANK"])
     stop = StopRequest()
     with stop.listening(), _activity(job, rank, run_dir) as activity:
         try:
-            summary = _train(job, rank, run_dir, activity, stop)
+            summary = _train(job, rank, run_dir, activity, stop, times_of, profiled)
         except Exception as error:
             activity.finish("failed", " ".join(str(error).split()) or repr(error))
             raise
@@ -46,21 +49,42 @@ def run_worker(job: Job, run_dir: Path) -> int:
     return 0
 
 
-def _train(job: Job, rank: int, run_dir: Path, activity: ActivityLog, stop: StopRequest) -> TrainSummary:
+def _train(
+    job: Job,
+    rank: int,
+    run_dir: Path,
+    activity: ActivityLog,
+    stop: StopRequest,
+    times_of: TimesOf | None,
+    profiled: ProfiledSteps | None,
+) -> TrainSummary:
     device = choose_device(job)
-    _join(job, rank, device)
+    join_ranks(job, rank, device)
     try:
         mesh = build_job_mesh(job, rank, device, activity)
         engine = build_engine(job, mesh)
         sources = open_sources(job)
-        with _metrics(job, rank, run_dir) as metrics:
-            summary = Trainer(job, engine, sources, metrics, stop).run()
+        with (
+            _metrics(job, rank, run_dir) as metrics,
+            _observer(job, engine, times_of, run_dir) as observer,
+            StepProfiler(profiled, run_dir, mesh) if profiled else nullcontext() as profiler,
+        ):
+            summary = Trainer(job, engine, sources, metrics, stop, observer, profiler).run()
         reports = gather_reports(mesh, summary)
         if rank == 0:
             write_summary(run_dir, summary, reports)
         return summary
     finally:
         dist.destroy_process_group()
+
+
+def _observer(
+    job: Job, engine: Engine, times_of: TimesOf | None, run_dir: Path
+) -> AbstractContextManager[StepObserver | None]:
+    if times_of is None:
+        return nullcontext()
+    num_logged = 1 + -(-(job.steps or 0) // job.logging.every)
+    return StepObserver(engine.mesh, engine.schedule, times_of, run_dir, num_logged)
 
 
 @contextmanager
@@ -85,7 +109,8 @@ def choose_device(job: Job) -> torch.device:
     return device
 
 
-def _join(job: Job, rank: int, device: torch.device) -> None:
+def join_ranks(job: Job, rank: int, device: torch.device) -> None:
+    """Make the process group of the job's ranks, by the store that the launcher names or as torchrun says."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=_BACKSTOP * job.watchdog.timeout_s)
     # NCCL binds its communicators to the device at once, instead of guessing it at the first collective.

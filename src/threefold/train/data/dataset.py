@@ -65,7 +65,7 @@ class TokenDataset:
         if tokens.size and tokens.max() >= self.vocab_size:
             raise DataError(
                 f"data: token id {tokens.max()} stands in samples {list(sample_numbers)[:3]}, but the vocabulary in "
-                f"its meta.json has {self.vocab_size} ids\n    fix: build the directory again with `threefold data build`"
+                f"its meta.json has {self.vocab_size} ids\n    fix: build it again with `threefold data build`"
             )
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
