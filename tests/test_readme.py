@@ -17,7 +17,7 @@ from threefold.job import Job, check_trainable, job_schema, load_job
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.json"))
-_TAKES_LONG = ("parity", "train")
+_TAKES_LONG = ("parity", "train", "profile", "timeline")
 
 
 def readme_commands() -> list[tuple[str, int]]:
@@ -61,7 +61,7 @@ def run(command: str, place: Path) -> tuple[int, str]:
 
 def test_the_readme_has_commands() -> None:
     verbs = {shlex.split(command)[1] for command, _ in readme_commands()}
-    assert verbs == {"data", "train", "check", "explain", "parity", "plan"}
+    assert verbs == {"data", "train", "check", "explain", "parity", "plan", "profile", "schedule", "timeline"}
 
 
 @pytest.mark.parametrize(("command", "status"), [marked(*entry) for entry in readme_commands()])

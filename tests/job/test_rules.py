@@ -8,7 +8,7 @@ import pytest
 
 from tests.job.problems import BATCH, TINY, problem_of, problems_of
 from threefold.errors import JobError
-from threefold.job import check_trainable, parse_job
+from threefold.job import check_trainable, parse_job, relayout
 from threefold.job.keys import assign, known_fields
 from threefold.job.rules import NOT_YET, RULES
 
@@ -224,11 +224,22 @@ def test_what_training_does_not_do_yet_is_named() -> None:
         {"fp16": {"enabled": True}},
         {"bf16": {"enabled": True}},
         {"activation_checkpointing": {"mode": "full"}},
+        {"parallelism": {"pp": {"size": 2}}, "activation_checkpointing": {"stages": ["full", "none"]}},
     ],
 )
 def test_what_saves_memory_is_trained(settings: dict[str, Any]) -> None:
     trainable = with_all(steps=1, data={"train": "tokens", "sequence_length": 8})
     assert check_trainable(parse_job({**trainable, **settings})) == []
+
+
+def test_there_is_a_recompute_mode_for_every_stage() -> None:
+    settings: dict[str, Any] = {"parallelism": {"pp": {"size": 2}}, "activation_checkpointing": {"stages": ["full"]}}
+    with pytest.raises(JobError, match=r"has 1 modes for 2 stages") as caught:
+        parse_job(with_all(**settings))
+    assert caught.value.problems[0].fix.startswith('give one for each, for example ["full", "none"]')
+    job = parse_job(with_all(**settings | {"activation_checkpointing": {"stages": ["full", "selective"]}}))
+    assert [job.activation_checkpointing.of_stage(stage) for stage in (0, 1)] == ["full", "selective"]
+    assert relayout(job, pp=1).activation_checkpointing.stages is None
 
 
 def test_a_world_that_no_machine_has_is_refused() -> None:

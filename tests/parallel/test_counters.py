@@ -104,6 +104,18 @@ def test_activations_follow_schedule_and_recompute(pool: WorkerPool) -> None:
     assert modes["full"] > inputs
 
 
+def test_each_stage_recomputes_what_is_stated_for_it(pool: WorkerPool) -> None:
+    """The first stage of 1F1B holds the most microbatches, so it may be the only one that needs to recompute."""
+
+    def run(**recompute: object) -> list[int]:
+        job = small_job(LLAMA, tp=2, pp=2, optimizer=ADAM, activation_checkpointing=recompute)
+        return [peak_activations(pool, job, rank) for rank in (0, 2)]
+
+    none, full, mixed = run(mode="none"), run(mode="full"), run(stages=["full", "none"])
+    assert mixed == [full[0], none[1]]
+    assert full[0] < none[0] and full[1] < none[1]
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_counting_changes_nothing(pool: WorkerPool, zero: int) -> None:
     job = small_job(

@@ -143,7 +143,7 @@ def flops_costs(job: Job) -> ModelCosts:
     scores = 4 * length * shape.heads * shape.head_dim
     layer = float(2 * (shape.attention_parameters + shape.active_mlp_parameters) + scores)
     head = float(2 * shape.head_parameters)
-    again = {"none": 0.0, "selective": scores, "full": layer}[job.activation_checkpointing.mode]
+    again = {"none": 0.0, "selective": scores, "full": layer}[job.activation_checkpointing.most]
     unit = job.micro_batch * length / job.tp / NOMINAL_FLOPS_PER_S
     return ModelCosts(
         embedding=_flops_part(0.0, 0.0),
@@ -168,7 +168,7 @@ def device_costs(job: Job) -> ModelCosts:
     constants = load_calibration(generation=hardware.device.generation)
     case = Case(shape_of(job.model, job.data.sequence_length), Machine.of(hardware), _strategy(job), constants)
     tokens = job.micro_batch * job.data.sequence_length
-    full = job.activation_checkpointing.mode == "full"
+    full = job.activation_checkpointing.most == "full"
     kept = float((message_bytes(case) if full else layer_activation_bytes(case))[0])
     logits = tokens * job.model.vocab_size / job.tp * float(constants.logit_bytes)
     reserved = float(constants.reserved_bytes) / (1 + float(constants.fragmentation))
@@ -193,7 +193,7 @@ def _strategy(job: Job) -> Strategies:
         micro_batch=job.micro_batch,
         num_microbatches=job.num_microbatches,
         sequence_parallel=job.parallelism.tp.sequence_parallel,
-        recompute=RECOMPUTE_CODES[job.activation_checkpointing.mode],
+        recompute=RECOMPUTE_CODES[job.activation_checkpointing.most],
         precision=PRECISION_CODES[job.precision],
         order=ORDER_CODES[job.parallelism.order],
     )

@@ -89,7 +89,7 @@ class Workload(Section):
             micro_batch=job.micro_batch,
             tp=job.tp,
             sequence_parallel=job.parallelism.tp.sequence_parallel,
-            recompute=job.activation_checkpointing.mode,
+            recompute=job.activation_checkpointing.most,
             precision=job.precision,
         )
 

@@ -33,7 +33,6 @@ from threefold.layout.stages import EMBEDDING
 ELEMENT_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of one element of activations and gradients, by the job's precision."""
 
-RECOMPUTED: Mapping[int, str] = {1: "", 2: " and recomputation"}
 
 SCALAR_BYTES = 8
 """Counts, losses and norms are summed in float64."""
@@ -124,8 +123,19 @@ class _Stage:
 
     @property
     def forwards(self) -> int:
-        """How often a layer's forward runs for a microbatch: again in backward where it is recomputed."""
-        return 2 if self.job.activation_checkpointing.mode == "full" else 1
+        """How often layers' forwards run for a microbatch, all of them: again in backward where it is recomputed."""
+        return sum(len(self.layers[stage]) * (2 if self._is_recomputed(stage) else 1) for stage in self.stages)
+
+    @property
+    def again(self) -> str:
+        """What to say of a forward that is recomputed."""
+        recomputed = [self._is_recomputed(stage) for stage in self.stages]
+        if not any(recomputed):
+            return ""
+        return " and recomputation" if all(recomputed) else " and recomputation of some stages"
+
+    def _is_recomputed(self, stage: int) -> bool:
+        return self.job.activation_checkpointing.of_stage(stage) == "full"
 
     @property
     def tokens(self) -> int:
@@ -196,9 +206,8 @@ def _all_reduced(stage: _Stage) -> Iterator[Transfer]:
     def all_reduce(what: str, when: str, count: int) -> Transfer:
         return Transfer("tp", "all_reduce", what, when, stage.activation_bytes, count)
 
-    again = stage.forwards
-    when = f"forward{RECOMPUTED[again]}, 2 a layer and microbatch"
-    yield all_reduce("outputs of attention.out and mlp.down", when, 2 * L * M * again)
+    when = f"forward{stage.again}, 2 a layer and microbatch"
+    yield all_reduce("outputs of attention.out and mlp.down", when, 2 * M * stage.forwards)
     yield all_reduce(
         f"input gradients of attention.qkv and {stage.widen}", "backward, 2 a layer and microbatch", 2 * L * M
     )
@@ -214,10 +223,10 @@ def _sequence_parallel(stage: _Stage) -> Iterator[Transfer]:
     def of(operation: str, what: str, when: str, count: int) -> Transfer:
         return Transfer("tp", operation, what, when, stage.activation_bytes, count)
 
-    per_layer, again = "2 a layer and microbatch", stage.forwards
-    forward = f"forward{RECOMPUTED[again]}, {per_layer}"
-    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", forward, 2 * L * M * again)
-    yield of("reduce_scatter", "outputs of attention.out and mlp.down", forward, 2 * L * M * again)
+    per_layer = "2 a layer and microbatch"
+    forward = f"forward{stage.again}, {per_layer}"
+    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", forward, 2 * M * stage.forwards)
+    yield of("reduce_scatter", "outputs of attention.out and mlp.down", forward, 2 * M * stage.forwards)
     yield of("all_gather", "output gradients of attention.out and mlp.down", f"backward, {per_layer}", 2 * L * M)
     # The gathered inputs are not kept: memory for them is what sequence parallelism saves.
     yield of("all_gather", f"inputs of attention.qkv and {stage.widen} again", f"backward, {per_layer}", 2 * L * M)

@@ -156,8 +156,9 @@ def relayout(
         "parallelism.order": order,
         **_batch_changes(job, micro_batch, accumulation),
     }
-    if partition is None and (pp or job.pp) * (chunks or job.parallelism.pp.chunks) != job.parallelism.pp.num_stages:
-        settings = remove(settings, "parallelism.pp.partition")
+    if (pp or job.pp) * (chunks or job.parallelism.pp.chunks) != job.parallelism.pp.num_stages:
+        settings = remove(settings, "activation_checkpointing.stages")
+        settings = remove(settings, "parallelism.pp.partition") if partition is None else settings
     for key in BATCH_KEYS:
         settings = remove(settings, key)
     for key, value in changes.items():

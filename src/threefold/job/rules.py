@@ -125,6 +125,14 @@ def _partition_counts(file: JobFile) -> Iterator[Problem]:
         yield Problem(PARTITION, f"{shown} places {sum(partition)} layers, but the model has {layers}", fix)
 
 
+def _a_recompute_for_every_stage(file: JobFile) -> Iterator[Problem]:
+    modes, stages = file.activation_checkpointing.stages, file.parallelism.pp.size * num_chunks(file)
+    if modes is not None and len(modes) != stages:
+        message = f"{show(list(modes))} has {len(modes)} modes for {stages} stages"
+        fix = f"give one for each, for example {show([*modes, *['none'] * stages][:stages])}, or set mode for all"
+        yield Problem("activation_checkpointing.stages", message, fix)
+
+
 def num_chunks(file: JobFile) -> int:
     """Model chunks of each device: what the schedule has, where it has one number, even if the file doesn't say so."""
     pipeline = file.parallelism.pp
@@ -239,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallelism.tp", "data.sequence_length"), _sequence_parallel_divides),
     Rule((PP_SIZE, CHUNKS, "model.num_hidden_layers"), _a_layer_for_every_stage),
     Rule((PP_SIZE, CHUNKS, PARTITION, "model.num_hidden_layers"), _partition_counts),
+    Rule((PP_SIZE, CHUNKS, "activation_checkpointing"), _a_recompute_for_every_stage),
     Rule((SCHEDULE,), _schedule_is_known),
     Rule((SCHEDULE, "parallelism.pp.schedule_file"), _one_schedule),
     Rule((SCHEDULE, CHUNKS), _chunks_suit_the_schedule),

@@ -183,10 +183,28 @@ class Bf16(Section):
     enabled: bool = Field(default=False, description="Train in bfloat16.")
 
 
+Recompute = Literal["none", "selective", "full"]
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
 class ActivationCheckpointing(Section):
     """What the backward recomputes instead of keeping."""
 
-    mode: Literal["none", "selective", "full"] = Field(default="none", description="none, selective or full.")
+    mode: Recompute = Field(default="none", description="none, selective or full.")
+    stages: Annotated[tuple[Recompute, ...], Strict(False)] | None = Field(
+        default=None,
+        description="A mode for each stage (pp × chunks of them), in place of one for all.",
+        examples=[["full", "selective"]],
+    )
+
+    def of_stage(self, stage: int) -> Recompute:
+        """What ``stage`` recomputes."""
+        return self.mode if self.stages is None else self.stages[stage]
+
+    @property
+    def most(self) -> Recompute:
+        """The most that any stage recomputes, for estimates that know one mode only."""
+        return max(self.stages or (self.mode,), key=_RECOMPUTES.index)
 
 
 class OptimizerParams(Section):

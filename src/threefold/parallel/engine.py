@@ -227,8 +227,8 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
         dtype=number_format,
         sharding=sharding_policy(job, number_format),
     )
-    recompute = job.activation_checkpointing.mode
     for stage in stages:
+        recompute = job.activation_checkpointing.of_stage(stage.index)
         stage.recompute_layers = recompute == "full"
         if recompute == "selective":
             recompute_modules(stage, "attention.core")

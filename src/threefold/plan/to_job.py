@@ -175,7 +175,7 @@ def strategy_of(job: Job) -> Strategies:
         num_microbatches=job.num_microbatches,
         zero_stage=zero.stage,
         sequence_parallel=parallelism.tp.sequence_parallel,
-        recompute=RECOMPUTE_CODES[job.activation_checkpointing.mode],
+        recompute=RECOMPUTE_CODES[job.activation_checkpointing.most],
         schedule=SCHEDULE_CODES[schedule_like(job)],
         offload_optimizer=_is_offloaded(zero.offload_optimizer),
         offload_param=_is_offloaded(zero.offload_param),

@@ -73,6 +73,8 @@ def _train(
         reports = gather_reports(mesh, summary)
         if rank == 0:
             write_summary(run_dir, summary, reports)
+        # Nobody leaves while others still talk to it: gloo aborts a process whose peer hangs up.
+        mesh.world.all_reduce(torch.zeros(1, device=device)).wait()
         return summary
     finally:
         dist.destroy_process_group()
