@@ -18,6 +18,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from threefold.cost.hardware import Hardware, find_device
 from threefold.cost.predict import Batch, Predictions, build_batch, predict
@@ -146,7 +147,7 @@ def finish(axes: Axes, label: str, title: str) -> None:
     axes.legend(fontsize="small")
 
 
-def save(figure: plt.Figure, name: str) -> None:
+def save(figure: Figure, name: str) -> None:
     """Without a date and with fixed ids, so that the same numbers give the same file."""
     plt.rcParams["svg.hashsalt"] = "threefold"
     figure.savefig(DOCS / name, metadata={"Date": None}, bbox_inches="tight")
