@@ -94,8 +94,8 @@ def point(curve: Curve, devices: int, batch: int) -> Point:
 def published(batch: Batch, found: Predictions) -> Iterator[tuple[Run, float, float, float, float]]:
     """Run, measured TFLOP/s of a device as the source counts them, predicted, and the bounds of the 90 % interval."""
     for index, run in enumerate(batch.runs):
-        if np.isfinite(found.ratio[index]) and run["tflops_per_gpu"] is not None:
-            measured, ratio = run["tflops_per_gpu"], found.ratio[index]
+        measured, ratio = run["tflops_per_gpu"], float(found.ratio[index])
+        if measured is not None and np.isfinite(ratio):
             yield (
                 run,
                 measured,
@@ -114,7 +114,7 @@ def draw_weak(curves: dict[Curve, list[Point]], batch: Batch, found: Predictions
         axes.plot([p.devices for p in fitting], [tflops(p) for p in fitting], marker=".", label=label)
     for origin, marker in zip(PUBLISHED, ("o", "s"), strict=True):
         rows = [row for row in published(batch, found) if row[0].origin == origin]
-        sizes = [row[0]["n_gpus"] for row in rows]
+        sizes = [row[0]["n_gpus"] or 0.0 for row in rows]
         predicted = np.array([row[2:] for row in rows]).T
         spread = np.abs(predicted[1:] - predicted[0])
         axes.errorbar(sizes, predicted[0], spread, fmt="_", color="gray", capsize=3, label=f"{origin}, predicted, 90 %")
