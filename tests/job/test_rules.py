@@ -232,6 +232,14 @@ def test_what_saves_memory_is_trained(settings: dict[str, Any]) -> None:
     assert check_trainable(parse_job({**trainable, **settings})) == []
 
 
+def test_shared_memory_is_for_cpu_processes() -> None:
+    cluster = {"device": "h100", "nodes": 1, "devices_per_node": 1, "shared_memory": True}
+    with pytest.raises(JobError, match=r'cluster.shared_memory: is for CPU processes, but cluster.device is "h100"'):
+        parse_job(with_all(cluster=cluster))
+    job = parse_job(with_all(cluster=cluster | {"device": "cpu"}))
+    assert job.cluster is not None and job.cluster.shared_memory
+
+
 def test_there_is_a_recompute_mode_for_every_stage() -> None:
     settings: dict[str, Any] = {"parallelism": {"pp": {"size": 2}}, "activation_checkpointing": {"stages": ["full"]}}
     with pytest.raises(JobError, match=r"has 1 modes for 2 stages") as caught:

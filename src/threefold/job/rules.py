@@ -186,6 +186,12 @@ def _order_is_a_permutation(file: JobFile) -> Iterator[Problem]:
         )
 
 
+def _shared_memory_is_for_cpus(file: JobFile) -> Iterator[Problem]:
+    if file.cluster is not None and file.cluster.shared_memory and file.cluster.device != "cpu":
+        message = f"is for CPU processes, but cluster.device is {show(file.cluster.device)}"
+        yield Problem("cluster.shared_memory", message, "remove it: NCCL uses the devices' own links")
+
+
 def _one_number_format(file: JobFile) -> Iterator[Problem]:
     halves = [name for name in ("fp16", "bf16") if getattr(file, name).enabled]
     if len(halves) == 2:
@@ -253,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     Rule((SCHEDULE, CHUNKS), _chunks_suit_the_schedule),
     Rule(("parallelism.order",), _order_is_a_permutation),
     Rule(("fp16.enabled", "bf16.enabled", "dtype"), _one_number_format),
+    Rule(("cluster",), _shared_memory_is_for_cpus),
     Rule(("zero_optimization",), _offload_has_shards),
     Rule(("optimizer.type", "optimizer.params.momentum"), _momentum_is_for_sgd),
     *(Rule(needs, check) for needs, check in COMPRESSION_RULES),

@@ -72,6 +72,10 @@ class ClusterSpec(Section):
         examples=["8x200Gb/s"],
     )
 
+    shared_memory: bool = Field(
+        default=False, description="CPU processes of one machine exchange through shared memory instead of sockets."
+    )
+
     @property
     def num_devices(self) -> int:
         """Devices in all nodes together."""

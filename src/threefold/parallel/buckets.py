@@ -179,6 +179,7 @@ class Bucket:
         # With one number format autograd adds into the bucket itself.
         self.in_place = not self.shards_gradients and self.dtype == policy.accumulate
         self.missing = len(self.entries)
+        self.taken: set[int] = set()
 
     @property
     def grad_shard(self) -> Tensor:
@@ -199,14 +200,18 @@ class Bucket:
         parameter = self.entries[index].parameter
         if self.in_place or parameter.grad is None:  # autograd calls the hook for a gradient that waits, too
             return
-        self._view(self._target(), index).add_(parameter.grad)
+        if self.shards_gradients and index not in self.taken:
+            self.taken.add(index)
+            self._view(self._target(), index).copy_(parameter.grad)
+        else:
+            self._view(self._target(), index).add_(parameter.grad)
         parameter.grad = None
 
     def _target(self) -> Tensor:
         if not self.shards_gradients:
             return self.grads
         if self.moment is None:
-            self.moment = torch.zeros(self.padded_size, dtype=self.grads.dtype, device=self.device)
+            self.moment = torch.empty(self.padded_size, dtype=self.grads.dtype, device=self.device)
             self.memory.add("gradients", _num_bytes(self.moment))
         return self.moment
 
@@ -226,6 +231,11 @@ class Bucket:
     def _reduce_moment(self) -> None:
         self.finish_reduce()  # of the microbatch before
         moment = self._target()
+        for index in range(len(self.entries)):
+            if index not in self.taken:
+                self._view(moment, index).zero_()
+        moment[self.starts[-1] :].zero_()
+        self.taken.clear()
         self.moment = None
         self.wire_bytes = _num_bytes(moment)  # of the gradients until they have travelled
         moment = moment.to(self.communicate)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from threefold.errors import WorkerError
 from threefold.parallel.activity import ActivityLog
+from threefold.parallel.shared import SharedMemory, Transfer
 
 ReduceOp = Literal["sum", "max"]
-Launch = Callable[[], "dist.Work | None"]
+Launch = Callable[[], "dist.Work | Transfer | None"]
 
 # PyTorch 2.13 gave these two new names and warns about the old ones, which older versions alone have.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,7 +57,9 @@ class Traffic:
 class Pending:
     """A collective under way; ``wait`` returns when its result may be used."""
 
-    def __init__(self, work: dist.Work | None = None, operation: str = "", group: Group | None = None) -> None:
+    def __init__(
+        self, work: dist.Work | Transfer | None = None, operation: str = "", group: Group | None = None
+    ) -> None:
         self._work = work
         self._operation = operation
         self._group = group
@@ -94,8 +97,9 @@ class Group:
         handle: dist.ProcessGroup | None,
         activity: ActivityLog,
         traffic: Traffic,
+        shared: SharedMemory | None = None,
     ) -> None:
-        self.axis = axis
+        self.axis, self.shared = axis, shared
         self.ranks = tuple(ranks)
         self.rank = rank
         self.index = self.ranks.index(rank)
@@ -119,6 +123,9 @@ class Group:
             return Pending()
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         self.traffic.add(self.axis, "all_reduce", tensor)
+        if self.shared and tensor.is_contiguous():
+            shared = self.shared
+            return self._start("all_reduce", lambda: shared.all_reduce(tensor, op))
         return self._start("all_reduce", lambda: dist.all_reduce(tensor, reduce_op, group=self.handle, async_op=True))
 
     def broadcast(self, tensor: Tensor) -> Pending:
@@ -135,6 +142,9 @@ class Group:
             output.copy_(tensor)
             return Pending()
         self.traffic.add(self.axis, "all_gather", output)
+        if self.shared and output.is_contiguous() and tensor.is_contiguous():
+            shared = self.shared
+            return self._start("all_gather", lambda: shared.all_gather(output, tensor))
         return self._start("all_gather", lambda: _ALL_GATHER(output, tensor, group=self.handle, async_op=True))
 
     def reduce_scatter_into(self, output: Tensor, tensor: Tensor) -> Pending:
@@ -143,6 +153,9 @@ class Group:
             output.copy_(tensor)
             return Pending()
         self.traffic.add(self.axis, "reduce_scatter", tensor)
+        if self.shared and output.is_contiguous() and tensor.is_contiguous():
+            shared = self.shared
+            return self._start("reduce_scatter", lambda: shared.reduce_scatter(output, tensor))
         return self._start("reduce_scatter", lambda: _REDUCE_SCATTER(output, tensor, group=self.handle, async_op=True))
 
     def all_to_all_into(self, output: Tensor, tensor: Tensor) -> Pending:

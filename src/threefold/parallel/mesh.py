@@ -13,6 +13,7 @@ from threefold.parallel.activity import ActivityLog, NullActivity
 from threefold.parallel.collectives import Group, Traffic
 from threefold.parallel.counters import MemoryCounter
 from threefold.parallel.recorder import Recorder
+from threefold.parallel.shared import open_shared_memory
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,25 @@ def build_mesh(
     device: torch.device | None = None,
     activity: ActivityLog | None = None,
     tied: Collection[tuple[int, ...]] = (),
+    shared_memory: bool = False,
 ) -> Mesh:
     """Make every group of the layout. All ranks must call this, after ``init_process_group``.
 
     ``tied`` lists the sets of pipeline coordinates that share a parameter, such as ``(0, pp - 1)`` for an embedding.
+    With ``shared_memory``, groups whose ranks are CPU processes of one machine exchange through it.
     """
     activity = activity or NullActivity()
     traffic = Traffic()
     groups: dict[str, Group] = {}
+    shares = shared_memory and (device is None or device.type == "cpu")
 
     def add(name: str, all_ranks: Iterable[tuple[int, ...]]) -> None:
         # new_group is collective over the world: every rank makes every group, in the same order.
         for ranks in all_ranks:
             handle = _process_group(ranks, layout.world_size)
             if rank in ranks:
-                groups[name] = Group(name or "self", ranks, rank, handle, activity, traffic)
+                shared = open_shared_memory(handle, ranks, ranks.index(rank)) if handle and shares else None
+                groups[name] = Group(name or "self", ranks, rank, handle, activity, traffic, shared)
 
     for axes in (("dp",), ("pp",), ("tp",), ("dp", "tp"), AXES):
         name = group_name(layout, axes)

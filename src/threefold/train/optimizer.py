@@ -28,7 +28,7 @@ class ShardedOptimizer:
         masters = [{"params": data.masters}]
         self.decoupled = settings.type != "SGD"
         self.inner: torch.optim.Optimizer = (
-            torch.optim.AdamW(masters, lr=params.lr, betas=params.betas, eps=params.eps, weight_decay=0.0, foreach=True)
+            torch.optim.AdamW(masters, lr=params.lr, betas=params.betas, eps=params.eps, weight_decay=0.0, fused=True)
             if self.decoupled
             else torch.optim.SGD(masters, lr=params.lr, momentum=params.momentum, foreach=True)
         )

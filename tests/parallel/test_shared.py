@@ -1,0 +1,149 @@
+"""Collectives through shared memory give what gloo gives, in any overlap, and notice a peer that died."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.jobs import GPT2, small_job
+from threefold.errors import WorkerError
+from threefold.measure.parity import ParitySettings, run_parity
+from threefold.measure.worker_pool import WorkerContext, WorkerPool
+from threefold.parallel import shared as module
+from threefold.parallel.shared import CHUNK_BYTES, SharedMemory, open_shared_memory
+
+SIZES = (0, 1, 24, 1000, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 24, 5 * CHUNK_BYTES // 4 + 240)
+
+
+def memory(context: WorkerContext) -> SharedMemory:
+    world = dist.group.WORLD
+    assert world is not None
+    shared = open_shared_memory(world, range(context.world_size), context.rank)
+    assert shared is not None
+    return shared
+
+
+def values(context: WorkerContext, numel: int, dtype: torch.dtype) -> Tensor:
+    return (
+        torch.randn(numel, generator=torch.Generator().manual_seed(numel + context.rank)).mul(100).round().to(dtype)
+    )  # sums are exact
+
+
+def compare(context: WorkerContext, dtype: torch.dtype) -> None:
+    shared, ranks = memory(context), context.world_size
+    for numel in SIZES:
+        own = values(context, numel, dtype)
+        for op, reduce_op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+            expected, found = own.clone(), own.clone()
+            dist.all_reduce(expected, reduce_op)
+            shared.all_reduce(found, op).wait()
+            torch.testing.assert_close(found, expected)
+        gathered, expected = torch.empty(ranks * numel, dtype=dtype), torch.empty(ranks * numel, dtype=dtype)
+        dist.all_gather(list(expected.chunk(ranks)) if numel else [expected] * ranks, own)
+        shared.all_gather(gathered, own).wait()
+        assert torch.equal(gathered, expected)
+        part = torch.empty(numel, dtype=dtype)
+        shared.reduce_scatter(part, gathered.clone().mul_(context.rank + 1)).wait()
+        torch.testing.assert_close(part, expected.view(ranks, -1)[context.rank] * sum(range(1, ranks + 1)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_same_as_gloo(pool: WorkerPool, ranks: int, dtype: torch.dtype) -> None:
+    pool.run(compare, ranks, dtype)
+
+
+def overlap(context: WorkerContext) -> list[Tensor]:
+    shared, found = memory(context), []
+    tensors = [values(context, numel, torch.float32) for numel in (*SIZES, *SIZES)]
+    begun = [shared.all_reduce(tensor) for tensor in tensors]
+    time.sleep(0.05 * context.rank)
+    for transfer in reversed(begun):
+        transfer.wait()
+    found += tensors
+    return [tensor.clone() for tensor in found]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_at_once_are_the_same_bits_everywhere(pool: WorkerPool, ranks: int) -> None:
+    first, *others = pool.run(overlap, ranks)
+    for other in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+
+
+def version(context: WorkerContext) -> tuple[int, int]:
+    shared, tensor = memory(context), torch.zeros(8)
+    before = tensor._version
+    shared.all_gather(tensor, torch.ones(8 // context.world_size)).wait()
+    return before, tensor._version
+
+
+def test_autograd_does_not_see_it(pool: WorkerPool) -> None:
+    for before, after in pool.run(version, 2):
+        assert before == after
+
+
+def die(context: WorkerContext) -> str:
+    shared = memory(context)
+    if context.rank == 1:
+        os._exit(1)
+    try:
+        for _ in range(100):
+            shared.all_reduce(torch.ones(4)).wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_dead_peer_is_noticed() -> None:
+    with WorkerPool(2) as own, pytest.raises(WorkerError, match="rank 1"):
+        own.run(die, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "zero", "sequence_parallel"), [(4, 1, 1, 2, False), (2, 2, 1, 3, True), (2, 2, 2, 0, False)]
+)
+def test_parity_of_jobs_that_use_it(
+    pool: WorkerPool, dp: int, tp: int, pp: int, zero: int, sequence_parallel: bool
+) -> None:
+    """Buckets and messages of all sizes, more ranks than cores, tied embeddings over stages."""
+    job = small_job(
+        GPT2,
+        parallelism={
+            "dp": {"size": dp},
+            "tp": {"size": tp, "sequence_parallel": sequence_parallel},
+            "pp": {"size": pp, "schedule": "1f1b"},
+        },
+        zero_optimization={"stage": zero, "reduce_bucket_size": 3000},
+        cluster={"device": "cpu", "nodes": 1, "devices_per_node": dp * tp * pp, "shared_memory": True},
+        gradient_clipping=0.05,
+    )
+    report = run_parity({"shared": job}, ParitySettings(steps=2), pool)
+    assert report.ok, report.layouts
+
+
+def at(context: WorkerContext, place: str) -> bool:
+    """Whether ``place`` serves for shared memory."""
+    world = dist.group.WORLD
+    assert world is not None
+    module.PLACE, kept = Path(place), module.PLACE
+    try:
+        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+    finally:
+        module.PLACE = kept
+
+
+def test_nothing_is_left_behind(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(at, 2, str(tmp_path)) == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_room_the_backend_goes_on(pool: WorkerPool) -> None:
+    """A place that is no directory stands for a machine that has no room; rank 0 alone sees that."""
+    assert pool.run(at, 2, "/proc/version") == [False, False]
