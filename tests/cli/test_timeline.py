@@ -70,7 +70,9 @@ def test_simulated_and_measured_are_side_by_side(run_dir: Path) -> None:
     assert "simulated with the mean times of the run's own actions" in done.stdout
     rows = [line for line in done.stdout.splitlines() if line.endswith("|")]
     assert len(rows) == 4 and len({len(row) for row in rows}) == 1
-    assert all("F" in row and "B" in row for row in rows)
+    assert all("F" in row and "B" in row for row in rows[::2])
+    # A machine that stalls in the measured step leaves its passes less than a column.
+    assert all(set(row[row.index("|") :]) <= set("|FB=#. ") for row in rows)
 
 
 def test_the_numbers_are_those_of_the_log(run_dir: Path) -> None:

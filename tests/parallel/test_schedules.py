@@ -460,6 +460,8 @@ def reduced_before_weights(context: WorkerContext, job: Job, settings: ParitySet
 
     def before_backward(self: Any, action: Action, is_last: bool, tasks: Any = ()) -> None:
         honest(self, action, is_last, () if action.kind is Kind.W else tasks)
+        for bucket in self.buckets:
+            bucket.finish_reduce()  # what has left has left: a slow link must not hide the fault
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_module.DataParallel, "before_backward", before_backward)
