@@ -10,12 +10,9 @@ CPU time of all threads of a rank for it, which computing loses where a core has
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
+from threefold.parallel.shared import SharedMemory, open_shared_memory
 
 KIB = 1024
 SIZES = (4 * KIB, 32 * KIB, 256 * KIB, 512 * KIB, 2048 * KIB, 8192 * KIB, 65536 * KIB)
@@ -170,136 +168,18 @@ class Rank:
     def shared_all_reduce(self) -> Tensor:
         assert self.shared is not None
         self.whole.copy_(self.data)
-        self.shared.all_reduce(self.whole)
+        self.shared.all_reduce(self.whole).wait()
         return self.whole
 
     def shared_all_gather(self) -> Tensor:
         assert self.shared is not None
-        self.shared.all_gather(self.whole, self.cut(self.data, 0))
+        self.shared.all_gather(self.whole, self.cut(self.data, 0)).wait()
         return self.whole
 
     def shared_reduce_scatter(self) -> Tensor:
         assert self.shared is not None
-        self.shared.reduce_scatter(self.part, self.data)
+        self.shared.reduce_scatter(self.part, self.data).wait()
         return self.part
-
-
-class SharedMemory:
-    """Collectives of the ranks of one machine: each writes into its slots, all read them, FIFOs say when.
-
-    A byte in a FIFO costs a microsecond or two, and who waits for one sleeps. Tensors travel in chunks that stay in
-    cache: a rank is at most ``SLOTS`` chunks ahead of the slowest reader. All sums have one order on every rank.
-    """
-
-    CHUNK_BYTES, SLOTS = 512 * KIB, 2
-
-    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.others = [(rank + step) % ranks for step in range(1, ranks)]
-        size = self.CHUNK_BYTES * self.SLOTS
-        files = [
-            torch.from_file(str(directory / f"slots{r}"), shared=True, size=size, dtype=torch.uint8)
-            for r in range(ranks)
-        ]
-        self.slots = [[part.view(torch.float32) for part in file.split(self.CHUNK_BYTES)] for file in files]
-        self.ready_in, self.free_in = (
-            {o: self._reader(directory / f"{kind}{o}-{rank}") for o in self.others} for kind in ("ready", "free")
-        )
-        dist.barrier()  # a FIFO can be opened for writing when it has a reader
-        self.ready_out, self.free_out = (
-            {o: os.open(directory / f"{kind}{rank}-{o}", os.O_WRONLY) for o in self.others}
-            for kind in ("ready", "free")
-        )
-        for reader in (*self.ready_in.values(), *self.free_in.values()):
-            os.set_blocking(reader, True)
-        self.written = 0
-
-    @staticmethod
-    def _reader(path: Path) -> int:
-        os.mkfifo(path)
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum in place. Two ranks read each other's values; more sum a part each."""
-        if self.ranks > 2:
-            part = tensor[: tensor.numel() // self.ranks].clone()
-            self.reduce_scatter(part, tensor)
-            self.all_gather(tensor, part)
-            return
-        pieces = tensor.split(self.CHUNK_BYTES // 4)
-        (other,) = self.others
-
-        def write(index: int, slot: int) -> None:
-            self.slots[self.rank][slot][: pieces[index].numel()].copy_(pieces[index])
-
-        def read(index: int, slot: int) -> None:
-            pieces[index].add_(self.slots[other][slot][: pieces[index].numel()])
-
-        self._run(len(pieces), write, read)
-
-    def all_gather(self, output: Tensor, part: Tensor) -> None:
-        """Concatenate the ranks' parts."""
-        pieces = part.split(self.CHUNK_BYTES // 4)
-        targets = [target.split(self.CHUNK_BYTES // 4) for target in output.view(self.ranks, -1)]
-
-        def write(index: int, slot: int) -> None:
-            self.slots[self.rank][slot][: pieces[index].numel()].copy_(pieces[index])
-            targets[self.rank][index].copy_(pieces[index])
-
-        def read(index: int, slot: int) -> None:
-            for other in self.others:
-                targets[other][index].copy_(self.slots[other][slot][: pieces[index].numel()])
-
-        self._run(len(pieces), write, read)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
-        """Sum, and keep this rank's part. A slot has a piece for every reader."""
-        room = self.CHUNK_BYTES // 4 // (self.ranks - 1)
-        pieces = [part.split(room) for part in tensor.view(self.ranks, -1)]
-        targets = output.split(room)
-
-        def place(writer: int, reader: int, slot: int, size: int) -> Tensor:
-            start = room * ((reader - writer) % self.ranks - 1)
-            return self.slots[writer][slot][start : start + size]
-
-        def write(index: int, slot: int) -> None:
-            for other in self.others:
-                piece = pieces[other][index]
-                place(self.rank, other, slot, piece.numel()).copy_(piece)
-
-        def read(index: int, slot: int) -> None:
-            target = targets[index]
-            first, *more = (place(other, self.rank, slot, target.numel()) for other in self.others)
-            torch.add(pieces[self.rank][index], first, out=target)
-            for piece in more:
-                target.add_(piece)
-
-        self._run(len(targets), write, read)
-
-    def _run(self, count: int, write: Callable[[int, int], None], read: Callable[[int, int], None]) -> None:
-        ahead = min(self.SLOTS, count)
-        for index in range(ahead):
-            self._write(index, write)
-        for index in range(count):
-            for other in self.others:
-                os.read(self.ready_in[other], 1)
-            slot = (self.written - ahead) % self.SLOTS
-            read(index, slot)
-            for other in self.others:
-                os.write(self.free_out[other], b"\0")
-            if index + ahead < count:
-                self._write(index + ahead, write)
-            else:
-                ahead -= 1
-
-    def _write(self, index: int, write: Callable[[int, int], None]) -> None:
-        if self.written >= self.SLOTS:
-            for other in self.others:
-                os.read(self.free_in[other], 1)
-        write(index, self.written % self.SLOTS)
-        self.written += 1
-        for other in self.others:
-            os.write(self.ready_out[other], b"\0")
 
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -314,16 +194,18 @@ def candidates(operation: str, ranks: int, shared: bool) -> list[str]:
 
 
 def measure(
-    context: WorkerContext, sizes: Sequence[int], rounds: int, directory: str | None, repeats: int | None = None
+    context: WorkerContext, sizes: Sequence[int], rounds: int, repeats: int | None = None
 ) -> Mapping[tuple[str, int, str], list[tuple[float, float]]]:
     """(operation, bytes, candidate) -> (seconds, CPU seconds) of a call, by round."""
     found: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
-    shared = None if directory is None else SharedMemory(Path(directory), context.rank, context.world_size)
+    world = dist.group.WORLD
+    assert world is not None
+    shared = open_shared_memory(world, range(context.world_size), context.rank)
     for num_bytes in sizes:
         rank = Rank(context.rank, context.world_size, num_bytes // 4, shared)
         calls_a_turn = repeats or max(3, min(200, BYTES_A_TURN // num_bytes))
         for operation in OPERATIONS:
-            names = candidates(operation, context.world_size, directory is not None)
+            names = candidates(operation, context.world_size, shared is not None)
             calls: dict[str, Call] = {name: getattr(rank, f"{name}_{operation}") for name in names}
             _check(calls, operation)
             for _ in range(rounds):
@@ -356,12 +238,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
     options = parser.parse_args()
-    place = Path("/dev/shm")
-    with (
-        WorkerPool(options.ranks) as pool,
-        tempfile.TemporaryDirectory(dir=place if place.is_dir() else None) as directory,
-    ):
-        results = pool.run(measure, options.ranks, options.sizes, options.rounds, directory, timeout_s=600)
+    with WorkerPool(options.ranks) as pool:
+        results = pool.run(measure, options.ranks, options.sizes, options.rounds, timeout_s=600)
     _print(results[0], options.sizes, options.ranks)
 
 
@@ -372,7 +250,7 @@ def _print(found: Mapping[tuple[str, int, str], list[tuple[float, float]]], size
     for operation in OPERATIONS:
         for num_bytes in sizes:
             gloo = found[operation, num_bytes, "gloo"]
-            for name in candidates(operation, ranks, True):
+            for name in candidates(operation, ranks, (operation, num_bytes, "shared") in found):
                 turns = found[operation, num_bytes, name]
                 row: list[Any] = [
                     operation,

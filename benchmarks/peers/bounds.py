@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks.peers.common import Microbatches, Place, Step, adamw, mean_loss, plain_model
+from benchmarks.peers.common import Microbatches, Place, Step, accumulated, adamw, mean_loss, plain_model
 from benchmarks.peers.work import Work, balanced_cut
 
 
@@ -50,17 +50,6 @@ def stage(place: Place) -> Step:
 
 
 def _step(work: Work, replica: int = 0, replicas: int = 1) -> Step:
-    model, data = plain_model(work), Microbatches(work, replica, replicas)
-    optimizer = adamw(model.parameters())
-
-    def step() -> float:
-        total = 0.0
-        optimizer.zero_grad()
-        for tokens, labels in data.load():
-            loss = mean_loss(model(tokens), labels) / data.count
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        return total
-
-    return step
+    model = plain_model(work)
+    data = Microbatches(work, replica, replicas)
+    return accumulated(data, adamw(model.parameters()), lambda _, tokens: model(tokens))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -64,6 +66,31 @@ def plain_model(work: Work) -> Decoder:
 def mean_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Mean over the tokens, all of which are valid."""
     return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+
+
+def accumulated(
+    data: Microbatches,
+    optimizer: torch.optim.Optimizer,
+    logits_of: Callable[[int, Tensor], Tensor],
+    loss_scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Step:
+    """A step over all microbatches: ``logits_of`` gets the number and the tokens of each.
+
+    ``loss_scope`` surrounds its forward and backward pass.
+    """
+
+    def step() -> float:
+        total = 0.0
+        optimizer.zero_grad()
+        for index, (tokens, labels) in enumerate(data.load()):
+            with loss_scope():
+                loss = mean_loss(logits_of(index, tokens), labels) / data.count
+                loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        return total
+
+    return step
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.common import Microbatches, Place, Step, adamw, mean_loss, plain_model
+from benchmarks.peers.common import Microbatches, Place, Step, accumulated, adamw, mean_loss, plain_model
 from benchmarks.peers.work import Work, job_of
 from threefold.layout import split_layers
 from threefold.models.decoder import Decoder
@@ -40,20 +40,12 @@ def ddp(place: Place) -> Step:
     """DDP; all microbatches but the last accumulate without a reduction."""
     model = DistributedDataParallel(plain_model(place.work), gradient_as_bucket_view=True)
     data = Microbatches(place.work, place.rank, place.ranks)
-    optimizer = adamw(model.parameters())
 
-    def step() -> float:
-        total = 0.0
-        optimizer.zero_grad()
-        for index, (tokens, labels) in enumerate(data.load()):
-            model.require_backward_grad_sync = index == data.count - 1  # what no_sync sets
-            loss = mean_loss(model(tokens), labels) / data.count
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        return total
+    def logits_of(index: int, tokens: Tensor) -> Tensor:
+        model.require_backward_grad_sync = index == data.count - 1  # what no_sync sets
+        return model(tokens)
 
-    return step
+    return accumulated(data, adamw(model.parameters()), logits_of)
 
 
 def fsdp2(place: Place, reshard: bool) -> Step:
@@ -69,24 +61,15 @@ def fsdp2(place: Place, reshard: bool) -> Step:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     assert isinstance(model, FSDPModule)
     data = Microbatches(place.work, place.rank, place.ranks)
-    optimizer = adamw(model.parameters())
 
-    def step() -> float:
-        total = 0.0
-        optimizer.zero_grad()
-        batch = data.load()
-        for index, (tokens, labels) in enumerate(batch):
-            last = index == len(batch) - 1
-            model.set_is_last_backward(last)
-            if not reshard:
-                model.set_reshard_after_backward(last)  # parameters change with the optimizer step only
-            loss = mean_loss(model(tokens), labels) / data.count
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        return total
+    def logits_of(index: int, tokens: Tensor) -> Tensor:
+        last = index == data.count - 1
+        model.set_is_last_backward(last)
+        if not reshard:
+            model.set_reshard_after_backward(last)  # parameters change with the optimizer step only
+        return model(tokens)
 
-    return step
+    return accumulated(data, adamw(model.parameters()), logits_of)
 
 
 def dtensor(place: Place, sequence_parallel: bool) -> Step:
@@ -95,20 +78,8 @@ def dtensor(place: Place, sequence_parallel: bool) -> Step:
     _order_rows(model, place)
     mesh = init_device_mesh("cpu", (place.ranks,))
     _parallelize(model, mesh, sequence_parallel)
-    data, optimizer = Microbatches(place.work), adamw(model.parameters())
-
-    def step() -> float:
-        total = 0.0
-        optimizer.zero_grad()
-        for tokens, labels in data.load():
-            with loss_parallel():
-                loss = mean_loss(model(tokens), labels) / data.count
-                loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        return total
-
-    return step
+    optimizer = adamw(model.parameters())
+    return accumulated(Microbatches(place.work), optimizer, lambda _, tokens: model(tokens), loss_parallel)
 
 
 def _order_rows(model: Decoder, place: Place) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from threefold.cli.output import say_written, write_output
 from threefold.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -260,11 +261,6 @@ def _show(result: PlanResult, json_: bool) -> None:
 
 def _write(path: Path, settings: Mapping[str, Any]) -> None:
     import json
-    import sys
 
-    try:
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a directory that exists and can be written to"
-        raise JobError([Problem("-o", f"{path} can't be written: {error.strerror}", fix)]) from None
-    print(f"wrote {path}", file=sys.stderr)
+    write_output("-o", path, json.dumps(settings, indent=2) + "\n")
+    say_written(path)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from threefold.cli.output import say_written, write_output
 from threefold.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def profile(job: Path, output: Path, seconds: float, set_: Sequence[str]) -> Non
     directory = Path(tempfile.mkdtemp(prefix="threefold-profile-"))
     text = _launch(loaded, directory, seconds)
     shutil.rmtree(directory)  # where a rank failed, its logs stay: the error names them
-    _write(output, text)
+    write_output("-o", output, text)
     _show(output, loaded)
 
 
@@ -116,17 +117,9 @@ def _measure(job_file: Path, seconds: float, set_: Sequence[str]) -> None:
         dist.destroy_process_group()
 
 
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a directory that exists and can be written to"
-        raise JobError([Problem("-o", f"{output} can't be written: {error.strerror}", fix)]) from None
-
-
 def _show(output: Path, job: Job) -> None:
     from threefold.cost.profile import read_profile
     from threefold.report.profile import print_profile
 
     print_profile(read_profile(output, job))
-    print(f"wrote {output}", file=sys.stderr)
+    say_written(output)

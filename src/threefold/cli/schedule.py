@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from threefold.cli.output import say_written, write_output
 from threefold.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def schedule(
     else:
         _show(found, read, json_)
     if output is not None:
-        _write(output, found)
+        write_output("-o", output, found.to_text())
+        say_written(output, "; a job trains it with parallelism.pp.schedule_file")
 
 
 def _show(found: Schedule, costs: Costs, json_: bool) -> None:
@@ -202,14 +204,3 @@ def _cut(parts: Sequence[float], num_ranks: int, num_stages: int) -> tuple[float
         )
         for stage in range(num_stages)
     )
-
-
-def _write(path: Path, found: Schedule) -> None:
-    import sys
-
-    try:
-        path.write_text(found.to_text(), encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a directory that exists and can be written to"
-        raise JobError([Problem("-o", f"{path} can't be written: {error.strerror}", fix)]) from None
-    print(f"wrote {path}; a job trains it with parallelism.pp.schedule_file", file=sys.stderr)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from threefold.report.timeline_compare import Comparison
+from threefold.cli.output import say_written, write_output
 
 
 def timeline(run_dir: Path, step: int | None, html: Path | None, trace: Path | None, json_: bool) -> None:
@@ -22,11 +18,13 @@ def timeline(run_dir: Path, step: int | None, html: Path | None, trace: Path | N
     if html is not None:
         from threefold.report.timeline_html import timeline_page
 
-        _write("--html", html, comparison, timeline_page)
+        write_output("--html", html, timeline_page(comparison))
+        say_written(html)
     if trace is not None:
         from threefold.report.trace import chrome_trace_json
 
-        _write("--trace", trace, comparison, lambda comparison: chrome_trace_json(comparison.timelines))
+        write_output("--trace", trace, chrome_trace_json(comparison.timelines))
+        say_written(trace)
     if json_:
         import json
 
@@ -35,14 +33,3 @@ def timeline(run_dir: Path, step: int | None, html: Path | None, trace: Path | N
         from threefold.report.timeline_compare import format_comparison
 
         print(format_comparison(comparison))
-
-
-def _write(option: str, path: Path, comparison: Comparison, text_of: Callable[[Comparison], str]) -> None:
-    from threefold.errors import JobError, Problem
-
-    try:
-        path.write_text(text_of(comparison), encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a directory that exists and can be written to"
-        raise JobError([Problem(option, f"{path} can't be written: {error.strerror}", fix)]) from None
-    print(f"wrote {path}", file=sys.stderr)

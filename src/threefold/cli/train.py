@@ -36,15 +36,12 @@ def train(
     """
     from threefold.cli.partition import with_partition
 
-    try:
-        _check_environment()
-        overrides = with_partition(set_, partition)
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            status = _join(job, run_dir, overrides, profile, torch_profile)
-        else:
-            status = _start(job, run_dir, overrides, profile, torch_profile)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    _check_environment()
+    overrides = with_partition(set_, partition)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        status = _join(job, run_dir, overrides, profile, torch_profile)
+    else:
+        status = _start(job, run_dir, overrides, profile, torch_profile)
     raise SystemExit(status)
 
 

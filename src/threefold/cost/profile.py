@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from threefold.errors import JobError, Problem
 from threefold.job import Job, ModelSpec
 from threefold.job.base import Count, CountOrZero, NonNegative, Positive, Section, Text
+from threefold.job.spec import Recompute
 
 FORMAT = 1
 LARGEST_FILE = 10_000_000
@@ -74,7 +75,7 @@ class Workload(Section):
     micro_batch: Count
     tp: Count
     sequence_parallel: bool
-    recompute: Literal["none", "selective", "full"]
+    recompute: Recompute
     precision: Literal["fp32", "fp16", "bf16", "fp64"]
 
     @classmethod
