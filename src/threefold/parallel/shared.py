@@ -16,11 +16,12 @@ import select
 import shutil
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ CHUNK_BYTES, NUM_SLOTS = 512 * 1024, 4
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Adds (or takes the maximum of) the second tensor into the first."""
 
-COMBINE: dict[str, Combine] = {"sum": lambda a, b: a.add_(b), "max": lambda a, b: torch.maximum(a, b, out=a)}
+COMBINE: Mapping[str, Combine] = MappingProxyType(
+    {"sum": lambda a, b: a.add_(b), "max": lambda a, b: torch.maximum(a, b, out=a)}
+)
 
 
 @dataclass
