@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from benchmarks.peers.systems import System
 from benchmarks.peers.work import Work
+from threefold.train.launcher import MALLOC_TUNABLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,8 @@ class Host:
             "MASTER_PORT": "29500",
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
+        if self.system.peer in ("threefold", "bound"):  # as threefold starts its ranks; the bound is to be a bound
+            environment["GLIBC_TUNABLES"] = MALLOC_TUNABLES
         with (Path(self.place.name) / f"rank{rank}.log").open("wb") as log:
             return subprocess.Popen(
                 [python, "-m", "benchmarks.peers.worker", json.dumps(call)],

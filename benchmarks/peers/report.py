@@ -18,7 +18,8 @@ RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 PREAMBLE = (
     "Written by `python -m benchmarks.peers --write`; its `--help` says how systems are compared. Shares are medians "
     "over rounds of the bound's time over the system's in the same round. Rounds in which other programs used more "
-    f"than {100 * BUSY:.0f} % of the machine count only where fewer than two are quiet."
+    f"than {100 * BUSY:.0f} % of the machine count only where fewer than two are quiet. The bound and threefold run "
+    "with the allocator settings that `threefold train` gives its CPU ranks, peers as their own launchers start them."
 )
 HEADINGS = (
     "mode",

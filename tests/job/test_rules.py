@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -236,8 +237,23 @@ def test_shared_memory_is_for_cpu_processes() -> None:
     cluster = {"device": "h100", "nodes": 1, "devices_per_node": 1, "shared_memory": True}
     with pytest.raises(JobError, match=r'cluster.shared_memory: is for CPU processes, but cluster.device is "h100"'):
         parse_job(with_all(cluster=cluster))
-    job = parse_job(with_all(cluster=cluster | {"device": "cpu"}))
-    assert job.cluster is not None and job.cluster.shared_memory
+    assert parse_job(with_all(cluster=cluster | {"device": "cpu"})).shared_memory
+
+
+@pytest.mark.parametrize(
+    ("cluster", "shared"),
+    [
+        (None, True),
+        ({"device": "cpu"}, True),
+        ({"device": "cpu", "shared_memory": False}, False),
+        ({"device": "h100"}, False),
+    ],
+)
+def test_cpu_processes_share_memory_unless_told_not_to(cluster: dict[str, Any] | None, shared: bool) -> None:
+    settings = {} if cluster is None else {"cluster": {"nodes": 1, "devices_per_node": 1} | cluster}
+    job = parse_job(with_all(**settings))
+    assert job.shared_memory is shared
+    assert parse_job(json.loads(job.to_json())) == job
 
 
 def test_there_is_a_recompute_mode_for_every_stage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from threefold.errors import WorkerError
 from threefold.measure.parity import ParitySettings, run_parity
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel import shared as module
-from threefold.parallel.shared import CHUNK_BYTES, SharedMemory, open_shared_memory
+from threefold.parallel.shared import CHUNK_BYTES, NUM_SLOTS, SharedMemory, open_shared_memory
 
 SIZES = (0, 1, 24, 1000, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 24, 5 * CHUNK_BYTES // 4 + 240)
 
@@ -106,13 +107,14 @@ def test_a_dead_peer_is_noticed() -> None:
         own.run(die, 2, timeout_s=30)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "sockets"])
 @pytest.mark.parametrize(
     ("dp", "tp", "pp", "zero", "sequence_parallel"), [(4, 1, 1, 2, False), (2, 2, 1, 3, True), (2, 2, 2, 0, False)]
 )
-def test_parity_of_jobs_that_use_it(
-    pool: WorkerPool, dp: int, tp: int, pp: int, zero: int, sequence_parallel: bool
+def test_parity_of_jobs_with_and_without_it(
+    pool: WorkerPool, dp: int, tp: int, pp: int, zero: int, sequence_parallel: bool, shared: bool
 ) -> None:
-    """Buckets and messages of all sizes, more ranks than cores, tied embeddings over stages."""
+    """Buckets and messages of all sizes, more ranks than cores, tied embeddings over stages; and so over sockets."""
     job = small_job(
         GPT2,
         parallelism={
@@ -121,7 +123,7 @@ def test_parity_of_jobs_that_use_it(
             "pp": {"size": pp, "schedule": "1f1b"},
         },
         zero_optimization={"stage": zero, "reduce_bucket_size": 3000},
-        cluster={"device": "cpu", "nodes": 1, "devices_per_node": dp * tp * pp, "shared_memory": True},
+        cluster={"device": "cpu", "nodes": 1, "devices_per_node": dp * tp * pp, "shared_memory": shared},
         gradient_clipping=0.05,
     )
     report = run_parity({"shared": job}, ParitySettings(steps=2), pool)
@@ -142,6 +144,40 @@ def at(context: WorkerContext, place: str) -> bool:
 def test_nothing_is_left_behind(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(at, 2, str(tmp_path)) == [True, True]
     assert list(tmp_path.iterdir()) == []
+
+
+def full_at(context: WorkerContext, free: int) -> bool:
+    """Whether a group of all ranks gets shared memory when that much is free."""
+    world = dist.group.WORLD
+    assert world is not None
+    usage = shutil.disk_usage(module.PLACE)
+    kept, module.shutil.disk_usage = shutil.disk_usage, lambda _: usage._replace(free=free)
+    try:
+        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+    finally:
+        module.shutil.disk_usage = kept
+
+
+def test_at_most_half_of_what_is_free_is_taken(pool: WorkerPool) -> None:
+    needed = 2 * CHUNK_BYTES * NUM_SLOTS
+    assert pool.run(full_at, 2, 2 * needed) == [True, True]
+    assert pool.run(full_at, 2, 2 * needed - 1) == [False, False]
+
+
+def test_large_groups_stay_with_the_backend(pool: WorkerPool) -> None:
+    assert pool.run(of_at_most, 2, 2) == [True, True]
+    assert pool.run(of_at_most, 2, 1) == [False, False]
+
+
+def of_at_most(context: WorkerContext, most_ranks: int) -> bool:
+    """Whether a group of all ranks gets shared memory when so many may."""
+    world = dist.group.WORLD
+    assert world is not None
+    module.MOST_RANKS, kept = most_ranks, module.MOST_RANKS
+    try:
+        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+    finally:
+        module.MOST_RANKS = kept
 
 
 def test_without_room_the_backend_goes_on(pool: WorkerPool) -> None:

@@ -5,6 +5,7 @@ wait for it in a collective that never ends.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -31,6 +32,17 @@ def main(behaviour: str, run_dir: Path, timeout_s: float) -> int:
     return status
 
 
+def pages_of_a_tensor_that_is_made_again() -> int:
+    """How many pages the kernel had to give for a tensor of 40 MB after others like it were freed."""
+    import torch
+
+    for _ in range(3):
+        torch.ones(10_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
 def act(behaviour: str, rank: int, writer: ActivityWriter) -> int:
     match behaviour:
         case "finish":
@@ -38,6 +50,8 @@ def act(behaviour: str, rank: int, writer: ActivityWriter) -> int:
         case "report environment":
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
             print(*(os.environ[name] for name in names), file=sys.stderr)
+        case "report pages":
+            print(pages_of_a_tensor_that_is_made_again(), file=sys.stderr)
         case "finish step on signal":
             wait_for_signal()
             writer.begin_step(13)

@@ -1,6 +1,7 @@
 """The launcher, with ranks that do not need torch: whatever happens to one of them, the job ends and says why."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -70,6 +71,18 @@ def test_ranks_get_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run("report environment", tmp_path) == 0
     for rank in range(WORLD):
         assert last_line(tmp_path / LOG_DIR / f"rank{rank}.stderr.log") == f"{rank} 3 {rank} 3 5 lo"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_cpu_ranks_use_freed_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pages() -> int:
+        assert run("report pages", tmp_path) == 0
+        return int(last_line(tmp_path / LOG_DIR / "rank0.stderr.log"))
+
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert pages() < 100
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=0")  # what the user has set is left alone
+    assert pages() > 1000
 
 
 def test_leftovers_of_an_earlier_job_are_removed(tmp_path: Path) -> None:

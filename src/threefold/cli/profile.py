@@ -44,10 +44,9 @@ def profile(job: Path, output: Path, seconds: float, set_: Sequence[str]) -> Non
 
 def local_job(job: Job) -> Job:
     """The job with the ranks that run on this machine alone, as replicas: each measures for itself."""
-    from threefold.train.preflight import is_cpu
 
     local = job.world_size
-    if job.cluster is not None and not is_cpu(job):
+    if job.cluster is not None and not job.is_cpu:
         local = min(local, job.cluster.devices_per_node)
     replicas = job.parallelism.dp.model_copy(update={"size": max(1, local // job.tp)})
     pipeline = job.parallelism.pp.model_copy(update={"size": 1})
@@ -57,12 +56,12 @@ def local_job(job: Job) -> Job:
 
 def _check(job: Job, output: Path) -> None:
     from threefold.job import check_trainable
-    from threefold.train.preflight import is_cpu, missing_gpus
+    from threefold.train.preflight import missing_gpus
 
     # Tokens, steps and a directory for them are for training; what is measured needs none.
     problems = [problem for problem in check_trainable(job) if problem.key not in ("data.train", "steps")]
     measured = local_job(job)
-    if not is_cpu(job):
+    if not job.is_cpu:
         problems += missing_gpus(measured.world_size)
         if measured.world_size % job.tp or (job.cluster and job.tp > job.cluster.devices_per_node):
             message = f"{job.tp} ranks share a layer, and a node has fewer devices, so one machine can't measure it"
@@ -76,7 +75,6 @@ def _check(job: Job, output: Path) -> None:
 def _launch(job: Job, directory: Path, seconds: float) -> str:
     from threefold.report.words import count_of
     from threefold.train.launcher import launch
-    from threefold.train.preflight import is_cpu
 
     job_file, result = directory / "measured.json", directory / "profile.json"
     job_file.write_text(job.model_dump_json(exclude_none=True))
@@ -85,7 +83,7 @@ def _launch(job: Job, directory: Path, seconds: float) -> str:
     os.environ[_RESULT] = str(result)
     try:
         command = [sys.executable, "-m", "threefold", "profile", str(job_file), "--seconds", str(seconds)]
-        status = launch(command, directory, num_ranks, timeout_s=_PATIENCE_S, cpu=is_cpu(job))
+        status = launch(command, directory, num_ranks, timeout_s=_PATIENCE_S, cpu=job.is_cpu)
     finally:
         del os.environ[_RESULT]
     if status:

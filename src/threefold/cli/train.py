@@ -82,7 +82,7 @@ def _start(
 
     from threefold.cli.partition import advise
     from threefold.train.launcher import launch
-    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, choose_run_dir, is_cpu
+    from threefold.train.preflight import RESOLVED_JOB, check_before_start, check_one_machine, choose_run_dir
 
     check_one_machine(job, job_file)
     check_before_start(job, job.world_size)
@@ -91,7 +91,7 @@ def _start(
     job = _begin_run(loaded, run_dir, profile)
     command = [sys.executable, "-m", "threefold", "train", str(run_dir / RESOLVED_JOB), "--run-dir", str(run_dir)]
     command += options
-    status = launch(command, run_dir, job.world_size, timeout_s=job.watchdog.timeout_s, cpu=is_cpu(job))
+    status = launch(command, run_dir, job.world_size, timeout_s=job.watchdog.timeout_s, cpu=job.is_cpu)
     advise(job, run_dir, profile)
     return status
 

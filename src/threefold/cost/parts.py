@@ -72,7 +72,7 @@ def model_costs(job: Job, profile: Profile | None = None) -> ModelCosts:
     """The costs of ``job``'s parts: measured, else modelled. Raises JobError for a job without a model."""
     if profile is not None:
         return measured_costs(job, profile)
-    if job.cluster is None or job.cluster.device == "cpu" or job.precision == "fp64" or job.data is None:
+    if job.is_cpu or job.precision == "fp64" or job.data is None:
         return flops_costs(job)
     return device_costs(job)
 

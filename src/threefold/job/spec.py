@@ -72,8 +72,10 @@ class ClusterSpec(Section):
         examples=["8x200Gb/s"],
     )
 
-    shared_memory: bool = Field(
-        default=False, description="CPU processes of one machine exchange through shared memory instead of sockets."
+    shared_memory: bool | None = Field(
+        default=None,
+        description="CPU ranks of one machine exchange through shared memory, not sockets; default: where they can.",
+        examples=[False],
     )
 
     @property
@@ -403,6 +405,16 @@ class Job(Settings, Batch, Subject):
         if self.bf16.enabled:
             return "bf16"
         return "fp64" if self.dtype == "float64" else "fp32"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the ranks compute on CPUs."""
+        return self.cluster is None or self.cluster.device == "cpu"
+
+    @property
+    def shared_memory(self) -> bool:
+        """Whether ranks exchange through shared memory where they can."""
+        return self.is_cpu and (self.cluster is None or self.cluster.shared_memory is not False)
 
     def to_json(self) -> str:
         """A job file with every number written out, that loads to a Job equal to this one."""

@@ -19,6 +19,7 @@ from threefold.cost.profile import LinkProfile, Operation
 from threefold.parallel.activity import NullActivity
 from threefold.parallel.collectives import Group, Traffic
 from threefold.parallel.recorder import Clock
+from threefold.parallel.shared import open_shared_memory
 
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Payload bytes that are tried."""
@@ -28,12 +29,13 @@ _ELEMENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among all that measure, and the device and clock that it measures with."""
+    """This rank among all that measure, the device and clock that it measures with, and how its job exchanges."""
 
     rank: int
     num_ranks: int
     device: torch.device
     clock: Clock
+    shared_memory: bool = False
 
 
 def blocks(ranks: Ranks, size: int) -> Group | None:
@@ -45,7 +47,9 @@ def blocks(ranks: Ranks, size: int) -> Group | None:
         handle = None if size == 1 else dist.group.WORLD if whole else dist.new_group(list(members))
         if ranks.rank in members:
             handle = handle if isinstance(handle, dist.ProcessGroup) else None
-            mine = Group("link", members, ranks.rank, handle, NullActivity(), Traffic())
+            index = members.index(ranks.rank)
+            shared = open_shared_memory(handle, members, index) if handle and ranks.shared_memory else None
+            mine = Group("link", members, ranks.rank, handle, NullActivity(), Traffic(), shared)
     return mine
 
 

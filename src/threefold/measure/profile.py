@@ -69,7 +69,8 @@ def measure_profile(
     """
     device, budget = device or torch.device("cpu"), budget or Budget()
     workload = Workload.of(job)
-    ranks = Ranks(rank, num_ranks, device, CudaClock(device) if device.type == "cuda" else HostClock())
+    clock = CudaClock(device) if device.type == "cuda" else HostClock()
+    ranks = Ranks(rank, num_ranks, device, clock, job.shared_memory and device.type == "cpu")
     layers = stage_layers(job, device)
     bench = _Bench(job, layers, ranks)
     everyone = blocks(ranks, num_ranks)

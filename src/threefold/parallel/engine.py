@@ -196,8 +196,7 @@ def build_job_mesh(
     schedule = job_schedule(job)
     ends = [(0, schedule.num_stages - 1)] if job.model is not None and job.model.tie_word_embeddings else []
     tied = ranks_of_ties(ends, schedule.stage_rank)
-    shared_memory = job.cluster is not None and job.cluster.shared_memory
-    return build_mesh(build_layout(job), rank, device, activity, tied, shared_memory)
+    return build_mesh(build_layout(job), rank, device, activity, tied, job.shared_memory)
 
 
 def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engine:

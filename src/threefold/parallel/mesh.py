@@ -90,7 +90,7 @@ def build_mesh(
     """Make every group of the layout. All ranks must call this, after ``init_process_group``.
 
     ``tied`` lists the sets of pipeline coordinates that share a parameter, such as ``(0, pp - 1)`` for an embedding.
-    With ``shared_memory``, groups whose ranks are CPU processes of one machine exchange through it.
+    With ``shared_memory``, groups whose ranks are CPU processes of one machine exchange through it if there is room.
     """
     activity = activity or NullActivity()
     traffic = Traffic()

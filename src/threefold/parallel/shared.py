@@ -29,6 +29,8 @@ from torch import Tensor
 
 PLACE = Path("/dev/shm")
 CHUNK_BYTES, NUM_SLOTS = 512 * 1024, 4
+MOST_RANKS = 16
+"""Of a group: each of its ranks holds four files for every other one, and a process may often open only 1,024."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Adds (or takes the maximum of) the second tensor into the first."""
@@ -260,7 +262,13 @@ def _put(fds: Sequence[int]) -> None:
 
 
 def open_shared_memory(handle: dist.ProcessGroup, ranks: Sequence[int], index: int) -> SharedMemory | None:
-    """Shared memory of these ranks, or None where they are not all on one machine. All of them must call this."""
+    """Shared memory of these ranks, or None where they can't have it. All of them must call this.
+
+    They can't where they are not all on one machine, are more than ``MOST_RANKS``, or would take more than half of the
+    shared memory that is free.
+    """
+    if len(ranks) > MOST_RANKS:
+        return None
 
     def barrier() -> None:
         dist.barrier(group=handle)
@@ -283,9 +291,12 @@ def open_shared_memory(handle: dist.ProcessGroup, ranks: Sequence[int], index: i
 def _reserve(directory: Path, size: int) -> None:
     """Make the slots and FIFOs of all ranks, or nothing where the machine has no room for them.
 
-    Containers often have 64 MB of shared memory; writing to more than there is would kill the process.
+    Containers often have 64 MB of shared memory; writing to more than there is would kill the process, this or another.
     """
     try:
+        free = shutil.disk_usage(PLACE).free
+        if 2 * size * CHUNK_BYTES * NUM_SLOTS > free:  # other programs need some too
+            return
         directory.mkdir()
         for rank in range(size):
             with (directory / f"slots{rank}").open("wb") as file:

@@ -34,6 +34,23 @@ STORE_VARIABLE = "THREEFOLD_STORE"
 PARENT_VARIABLE = "THREEFOLD_PARENT"
 """Environment variable of a rank: process number of the launcher, with which the rank dies."""
 
+MALLOC_TUNABLES = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "hugetlb": 1,  # ask for huge pages
+        "mmap_max": 0,
+        "trim_threshold": 2**31 - 1,
+        "top_pad": 64 * 2**20,
+        "tcache_count": 0,  # else a large aligned block that is freed loses some bytes, and does not fit again
+    }.items()
+)
+"""What ``GLIBC_TUNABLES`` is for CPU ranks: memory that tensors free is kept and used again.
+
+By default glibc takes every large tensor from the kernel and gives it back when it is freed, so that the kernel clears
+the same pages again in every operation. CUDA's caching allocator does for GPUs what this does. Other C libraries, and
+versions that do not know a name, ignore it. See the GNU C Library's manual, "Memory Allocation Tunables".
+"""
+
 BOARD_FILE = "activity.board"
 STORE_FILE = "store"
 LOG_DIR = "logs"
@@ -129,6 +146,7 @@ def _environment(rank: int, world_size: int, run_dir: Path, cpu: bool) -> dict[s
     defaults = {"OMP_NUM_THREADS": str(max(1, _num_cores() // world_size))}
     if cpu:
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
     return environment | {name: value for name, value in defaults.items() if name not in os.environ}
 
 

@@ -18,15 +18,10 @@ BOARD_PREFIX = "activity"
 """How the names of activity boards begin."""
 
 
-def is_cpu(job: Job) -> bool:
-    """Whether the ranks compute on CPUs."""
-    return job.cluster is None or job.cluster.device == "cpu"
-
-
 def check_one_machine(job: Job, job_file: Path) -> None:
     """Refuse GPUs on several machines, whose ranks must be started on each. CPU ranks may stand in for nodes."""
     cluster = job.cluster
-    if cluster is None or cluster.nodes == 1 or is_cpu(job):
+    if cluster is None or cluster.nodes == 1 or job.is_cpu:
         return
     fix = (
         f"run this on each of them: torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} "
@@ -41,7 +36,7 @@ def check_before_start(job: Job, num_local_ranks: int) -> None:
     Raises JobError, and ScheduleError for a schedule file that spells no legal schedule.
     """
     problems = check_trainable(job) + _wrong_schedule(job)
-    if not is_cpu(job):
+    if not job.is_cpu:
         problems += missing_gpus(num_local_ranks)
     if job.model is not None and job.data is not None and job.data.train is not None:
         problems += _wrong_data(job)

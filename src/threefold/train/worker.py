@@ -101,7 +101,7 @@ def _metrics(job: Job, rank: int, run_dir: Path) -> Iterator[MetricsWriter | Non
 
 def choose_device(job: Job) -> torch.device:
     """This rank's device: its own GPU when the job asks for GPUs, else the CPU."""
-    if job.cluster is None or job.cluster.device == "cpu":
+    if job.cluster is None or job.is_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         message = f"is {job.cluster.device!r}, but PyTorch finds no GPU on this machine"
