@@ -153,13 +153,20 @@ def test_wrong_words_are_named(runs: Runs, words: list[str], message: str) -> No
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3,3,2,4", "[3,3,2,4]"), ("[6, 2]", "[6,2]"), ("3+1", "[3,1]"), ("even", "even"), ("auto", "auto")],
+    [
+        ("3,3,2,4", "[3,3,2,4]"),
+        ("[6, 2]", "[6,2]"),
+        ("3+1", "[3,1]"),
+        ("4.5, 3.5", "[4.5,3.5]"),
+        ("even", "even"),
+        ("auto", "auto"),
+    ],
 )
 def test_partitions_as_they_are_written(text: str, value: str) -> None:
     assert with_partition(["steps=1"], text) == ["steps=1", f"parallelism.pp.partition={value}"]
 
 
-@pytest.mark.parametrize("text", ["", "1,,2", "one", "-1,3", "1.5,2", "auto,2"])
+@pytest.mark.parametrize("text", ["", "1,,2", "one", "-1,3", "1.25,2", "1.5.5,2", "auto,2"])
 def test_what_is_no_partition_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="--partition"):
         with_partition([], text)

@@ -89,10 +89,10 @@ def with_all(model: dict[str, Any] | None = None, **dotted: Any) -> dict[str, An
             "0 or more",
         ),
         (
-            with_all(parallelism__pp={"size": 2, "partition": [7, -1]}),
+            with_all(parallelism__pp={"size": 2, "partition": [2.25, 3.75]}),
             "parallelism.pp.partition",
-            "-1 layers",
-            "such as",
+            "cuts a layer elsewhere than between attention and feed-forward",
+            "such as [3, 3]",
         ),
         (with_all(parallelism__pp__schedule="1F1B"), "parallelism.pp.schedule", '"1F1B"', 'write "1f1b"'),
         (with_all(parallelism__pp__schedule="g-pipe"), "parallelism.pp.schedule", "is not one of", 'write "gpipe"'),
@@ -173,6 +173,7 @@ def test_each_rule_refuses_with_key_and_fix(settings: dict[str, Any], key: str, 
         with_all({**TINY, "vocab_size": 50257}, parallelism__tp__size=2),  # vocabulary need not divide
         with_all({**TINY, "num_hidden_layers": 7}, parallelism__pp__size=2),
         with_all(parallelism__pp={"size": 2, "partition": [5, 1]}),
+        with_all(parallelism__pp={"size": 2, "partition": [2.5, 3.5]}),
         with_all(parallelism__pp={"size": 3, "partition": "auto"}),
         with_all(LLAMA, data__sequence_length=10**6),  # rotary positions have no table
         with_all(data__sequence_length=63, parallelism__tp__size=2),

@@ -47,7 +47,7 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
         ("cluster", [8], "write a mapping with the keys device, nodes"),
         ("fp16", None, "leave fp16 out"),
         ("parallelism.pp.partition", "balanced", 'write "even", "auto" or a list'),
-        ("parallelism.pp.partition", [3, 2.5], 'write "even", "auto" or a list'),
+        ("parallelism.pp.partition", [3, "3"], 'write "even", "auto" or a list'),
         ("parallelism.pp.partition", [True], 'write "even", "auto" or a list'),
         ("parallelism.pp.partition", None, 'write "even", "auto" or a list'),
         ("optimizer.params.betas", [0.9], "write a list of two numbers"),

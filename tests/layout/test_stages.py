@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.errors import JobError
-from threefold.layout import split_layers, stage_of_parameter, stage_parameters
+from threefold.layout import count_halves, split_halves, split_layers, stage_of_parameter, stage_parameters
 
 
 def sizes(num_layers: int, num_stages: int, partition="even") -> list[int]:
@@ -67,7 +67,7 @@ NAMES = ["embed.tokens.weight", "layers.0.mlp.up.weight", "layers.1.mlp.up.weigh
 
 
 def test_every_parameter_has_a_stage():
-    stages = split_layers(2, 2)
+    stages = split_halves(2, 2)
     assert [stage_of_parameter(name, stages) for name in NAMES] == [0, 0, 1, 1]
     assert stage_of_parameter("head.weight", stages) == 1
     with pytest.raises(ValueError, match=r"layers\.2\.mlp\.up\.weight: no stage holds this layer"):
@@ -75,7 +75,45 @@ def test_every_parameter_has_a_stage():
 
 
 def test_a_tied_embedding_is_on_both_ends():
-    stages = split_layers(2, 2)
+    stages = split_halves(2, 2)
     assert stage_parameters(NAMES, stages, 1, tied=True) == (NAMES[0], NAMES[2], NAMES[3])
     assert stage_parameters(NAMES, stages, 1, tied=False) == (NAMES[2], NAMES[3])
-    assert stage_parameters(NAMES, split_layers(2, 1), 0, tied=True) == tuple(NAMES)
+    assert stage_parameters(NAMES, split_halves(2, 1), 0, tied=True) == tuple(NAMES)
+
+
+# Half layers
+
+
+@given(st.lists(st.integers(0, 19), min_size=1, max_size=12))
+def test_halves_cover_every_layer_once(doubled: list[int]):
+    sizes = [count / 2 for count in [*doubled, sum(doubled) % 2]]
+    stages = split_halves(round(sum(sizes)), len(sizes), sizes)
+    assert [half for stage in stages for half in stage] == list(range(round(2 * sum(sizes))))
+    assert [len(stage) / 2 for stage in stages] == sizes
+    counts = [count_halves(stage) for stage in stages]
+    assert [sum(count) for count in counts] == [len(stage) for stage in stages]
+    assert sum(attention for attention, _ in counts) == sum(feed_forward for _, feed_forward in counts) == sum(sizes)
+
+
+def test_attention_comes_first():
+    assert count_halves(range(3)) == (2, 1)
+    assert count_halves(range(3, 6)) == (1, 2)
+    assert count_halves(range(1, 3)) == (1, 1)
+    assert count_halves(range(5, 5)) == (0, 0)
+
+
+def test_a_cut_layer_is_on_two_stages():
+    stages = split_halves(3, 2, [1.5, 1.5])
+    names = ["layers.1.attention_norm.weight", "layers.1.attention.qkv.weight", "layers.1.mlp_norm.weight"]
+    assert [stage_of_parameter(name, stages) for name in names] == [0, 0, 1]
+    assert stage_parameters(names, stages, 0, tied=False) == tuple(names[:2])
+
+
+def test_who_has_only_whole_layers_says_so():
+    with pytest.raises(JobError, match="cuts a layer, which can't be cut here"):
+        split_layers(3, 2, [1.5, 1.5])
+
+
+def test_a_third_of_a_layer_is_no_part():
+    with pytest.raises(JobError, match="cuts a layer elsewhere than in the middle"):
+        split_halves(3, 2, [1.25, 1.75])

@@ -81,6 +81,12 @@ def test_parameters_and_activations_are_those_of_the_parts(pool: WorkerPool) -> 
     assert profile.embedding.parameters == spec.vocab_size // 2 * 128
     (whole,) = pool.run(measure, 1, small_job(model))
     assert whole.layer.parameters == sum(np.prod(shape) for shape in spec.layer_shapes(0).values())
+    assert whole.attention is not None and whole.feed_forward is not None
+    assert whole.attention.parameters + whole.feed_forward.parameters == whole.layer.parameters
+    mlp = {name: shape for name, shape in spec.layer_shapes(0).items() if name.startswith("mlp")}
+    assert whole.feed_forward.parameters == sum(np.prod(shape) for shape in mlp.values())
+    both = whole.attention.activation_bytes + whole.feed_forward.activation_bytes
+    assert both == pytest.approx(whole.layer.activation_bytes, rel=0.2)
     tokens = 12
     # A recomputed layer keeps its input, which is what the stage before has made, and its output.
     (full,) = pool.run(measure, 1, small_job(model, activation_checkpointing={"mode": "full"}))

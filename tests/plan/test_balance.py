@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import pytest
 
 from tests.cost.profiles import small_profile
 from tests.jobs import LLAMA, small_job
-from threefold.cost.parts import ModelCosts, PartCosts, flops_costs
+from threefold.cost.parts import ModelCosts, PartCosts, Share, attention_share, flops_costs
 from threefold.errors import JobError
 from threefold.job import Job, load_job, parse_job
 from threefold.plan.balance import (
     balance,
     balance_job,
-    cut_layers,
+    cut_evenly,
     format_partition,
     play_partition,
     resolve_partition,
@@ -61,7 +62,7 @@ def test_the_cut_is_as_good_as_the_best_of_all_cuts(seed: int) -> None:
     layer_s = [chance.choice((1.0, 1.0, chance.random())) for _ in range(num_layers)]
     first_s, last_s = chance.random(), chance.choice((0.0, 5 * chance.random()))
     cuts = list(all_cuts(num_layers, num_stages))
-    found = cut_layers(layer_s, first_s, last_s, num_stages)
+    found = cut_evenly(layer_s, first_s, last_s, num_stages)
     if not cuts:
         assert found is None
         return
@@ -77,7 +78,7 @@ def test_a_stage_gets_no_more_layers_than_fit(seed: int) -> None:
     most = [chance.randint(0, num_layers) for _ in range(num_stages)]
     cuts = [c for c in all_cuts(num_layers, num_stages) if all(a <= b for a, b in zip(c, most, strict=True))]
     layer_s = [1.0] * num_layers
-    found = cut_layers(layer_s, 0.3, 2.0, num_stages, lambda stage, count: count <= most[stage])
+    found = cut_evenly(layer_s, 0.3, 2.0, num_stages, lambda stage, count: count <= most[stage])
     assert (found is None) == (not cuts)
     if found is not None:
         assert found in cuts
@@ -86,8 +87,8 @@ def test_a_stage_gets_no_more_layers_than_fit(seed: int) -> None:
 
 
 def test_of_equally_slow_cuts_the_most_even_one_is_taken() -> None:
-    assert cut_layers([1.0] * 9, 0.0, 4.0, 3) == (4, 4, 1)
-    assert cut_layers([1.0] * 6, 0.0, 10.0, 3) == (3, 3, 0)
+    assert cut_evenly([1.0] * 9, 0.0, 4.0, 3) == (4, 4, 1)
+    assert cut_evenly([1.0] * 6, 0.0, 10.0, 3) == (3, 3, 0)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
@@ -121,6 +122,51 @@ def test_a_heavy_head_takes_layers_from_its_stage() -> None:
     # 1F1B of two stages: all microbatches on the slower one, and once round the other.
     assert (chosen.step_s, chosen.even_step_s) == (pytest.approx(8 * 7 + 7), pytest.approx(8 * 10 + 4))
     assert "[7, 1]" in chosen.words() and "even split [4, 4]" in chosen.words() and "33.3%" in chosen.words()
+
+
+def test_a_layer_is_cut_where_that_is_faster() -> None:
+    """8 layers and a head of one: 4.5 are half of the work, and no cut between layers comes near."""
+    plan = build_schedule("1f1b", 2, 8)
+    costs = costs_of(0.0, 1.0, 1.0, attention=Share(seconds=0.4))
+    chosen = balance(costs, 8, plan)
+    assert chosen.partition == (4.5, 3.5)  # 4.4 layers against 3.6 and the head
+    assert chosen.step_s == pytest.approx(play_partition(costs, (4.5, 3.5), plan).makespan_s)
+    assert chosen.step_s < play_partition(costs, (5, 3), plan).makespan_s
+    assert "[4.5, 3.5]" in chosen.words() and "A half is a layer's attention" in chosen.words()
+    assert balance(replace(costs, attention=None), 8, plan).partition in ((4, 4), (5, 3))
+    assert balance(replace(costs, attention=Share(seconds=0.05)), 8, plan).partition in ((4, 4), (5, 3))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_half_layers_are_chosen_only_where_they_gain(seed: int) -> None:
+    chance = random.Random(seed)
+    plan = build_schedule(chance.choice(("1f1b", "zb_v", "interleaved_1f1b")), chance.choice((2, 3)), 6)
+    costs = costs_of(chance.random(), 1.0, 5 * chance.random(), attention=Share(0.2 + 0.6 * chance.random()))
+    whole, halves = balance(replace(costs, attention=None), 12, plan), balance(costs, 12, plan)
+    if halves.partition != whole.partition:
+        assert any(size % 1 for size in halves.partition)
+        assert halves.step_s * 1.01 < whole.step_s
+    assert sum(halves.partition) == 12 and min(halves.partition[1:-1], default=1) > 0
+
+
+def test_the_attention_of_a_layer_is_counted() -> None:
+    """Width 256, 704 in the feed-forward, 256 tokens: 8 x 256² + 4 x 256 x 256 FLOPs against 6 x 256 x 704 a token."""
+    model = LLAMA | {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    job = small_job(model | {"intermediate_size": 704, "max_position_embeddings": 256}, data={"sequence_length": 256})
+    share = attention_share(job)
+    assert share.seconds == pytest.approx(12 / (12 + 6 * 704 / 256))
+    assert share.parameters == pytest.approx(4 / (4 + 3 * 704 / 256))
+    assert share.rest.parameters == pytest.approx(1 - share.parameters)
+    costs = flops_costs(job)
+    assert sum(half.forward_s for half in costs.halves) == pytest.approx(costs.layer.forward_s)
+
+
+def test_costs_of_halves_add_up() -> None:
+    costs = costs_of(0.0, 3.0, 0.0, attention=Share(seconds=0.25))
+    attention, feed_forward = costs.halves
+    assert attention.forward_s == pytest.approx(0.25) and feed_forward.backward_s == pytest.approx(1.5)
+    stages = step_costs(costs, [1.5, 1, 0.5], build_schedule("gpipe", 3, 2))
+    assert stages.forward_s == pytest.approx([1.25, 1.0, 0.75])
 
 
 def test_equal_stages_stay_even() -> None:

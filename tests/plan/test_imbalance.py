@@ -16,8 +16,8 @@ from threefold.plan.imbalance import StagePasses, find_imbalance, fit_costs
 NOTHING = PartCosts(0.0, 0.0, 0.0, 0.0)
 
 
-def job_with(partition: tuple[int, ...], **pipeline: Any) -> Job:
-    model = LLAMA | {"num_hidden_layers": sum(partition)}
+def job_with(partition: tuple[float, ...], **pipeline: Any) -> Job:
+    model = LLAMA | {"num_hidden_layers": round(sum(partition))}
     chunks = pipeline.get("chunks", 1)
     settings = {"pp": {"partition": list(partition), **pipeline}}
     return small_job(model, pp=len(partition) // chunks, parallelism=settings)
@@ -60,7 +60,15 @@ def test_balanced_stages_are_not_spoken_of(totals: tuple[float, ...]) -> None:
 
 
 def test_an_imbalance_that_no_cut_mends_is_not_spoken_of() -> None:
-    assert find_imbalance(job_with((1, 1)), passes(1.0, 1.6)) is None
+    assert find_imbalance(job_with((1, 1)), passes(1.0, 1.3)) is None
+
+
+def test_half_a_layer_is_advised_where_a_layer_is_too_much() -> None:
+    found = find_imbalance(job_with((1, 1)), passes(1.0, 1.8))
+    assert found is not None
+    assert found.partition == (1.5, 0.5)
+    assert "--partition 1.5,0.5" in found.words()
+    assert find_imbalance(job_with((1.5, 0.5)), passes(1.5, 1.3)) is None
 
 
 def test_a_long_optimizer_step_makes_the_gain_smaller() -> None:

@@ -147,6 +147,9 @@ def test_an_explicit_partition_needs_no_model():
     parallelism = {"pp": {"size": 2, "partition": [3, 4]}}
     text = text_of(parse_job({"train_batch_size": 8, "parallelism": parallelism}))
     assert re.search(r"^1 +3-6 \(4\) +head and loss", text, re.M)
+    parallelism = {"pp": {"size": 2, "partition": [2.5, 4.5]}}
+    text = text_of(parse_job({"train_batch_size": 8, "parallelism": parallelism}))
+    assert re.search(r"^1 +feed-forward of 2, 3-6 \(4.5\) +head and loss", text, re.M)
 
 
 def test_plain_text_has_no_escapes_and_fits():

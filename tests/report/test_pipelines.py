@@ -28,6 +28,16 @@ def words_of(section: Section) -> str:
     return "\n".join(part for part in section.body if isinstance(part, str))
 
 
+def test_a_layer_that_is_cut_is_told_by_its_halves() -> None:
+    two = table_of(stages_section(facts_of(partition=[2.5, 1.5])))
+    assert [row[1] for row in two.rows] == ["0, 1, attention of 2 (2.5)", "feed-forward of 2, 3 (1.5)"]
+    four = table_of(stages_section(facts_of(schedule="zb_v", partition=[0.5, 0.5, 2.5, 0.5])))
+    assert [row[2] for row in four.rows] == [
+        "attention of 0; feed-forward of 3 (1)",
+        "feed-forward of 0; 1, 2, attention of 3 (3)",
+    ]
+
+
 def test_a_row_a_stage_with_one_chunk() -> None:
     table = table_of(stages_section(facts_of(schedule="zb_h1")))
     assert table.header[:3] == ("stage", "layers", "also holds")

@@ -7,7 +7,9 @@ does 10¹² a second, and only their ratios mean something.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from threefold.cost.calibration import load_calibration
 from threefold.cost.case import Case, Machine
@@ -43,6 +45,33 @@ class PartCosts:
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
 
+    def scaled(self, share: Share) -> PartCosts:
+        """What a share of the part costs."""
+        return PartCosts(
+            forward_s=self.forward_s * share.seconds,
+            backward_s=self.backward_s * share.seconds,
+            input_grad_s=self.input_grad_s * share.seconds,
+            weight_grad_s=self.weight_grad_s * share.seconds,
+            step_s=self.step_s * share.parameters,
+            sync_s=self.sync_s * share.parameters,
+            activation_bytes=self.activation_bytes * share.activations,
+            static_bytes=self.static_bytes * share.parameters,
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a layer its attention with its norm is; the feed-forward is the rest. 1 is all."""
+
+    seconds: float = 0.5
+    activations: float = 0.5
+    parameters: float = 0.5
+
+    @property
+    def rest(self) -> Share:
+        """The other half's."""
+        return Share(1 - self.seconds, 1 - self.activations, 1 - self.parameters)
+
 
 @dataclass(frozen=True)
 class ModelCosts:
@@ -51,6 +80,7 @@ class ModelCosts:
     ``action_s`` is added to every forward and backward pass of a stage, and ``post_s`` for each message that it sends
     or receives; ``message_s`` is how long one message is under way. ``step_s`` is added to each rank's step.
     ``usable_bytes`` of a device is None where it is not known. ``source`` says in words where the numbers come from.
+    ``attention`` is its share of a layer, or None where nothing tells the halves of a layer apart.
     """
 
     embedding: PartCosts
@@ -66,6 +96,13 @@ class ModelCosts:
     """Whether seconds are those of a real device."""
     slowness: tuple[float, ...] = ()
     """How many times as long each stage takes for the same passes; empty where all take the same."""
+    attention: Share | None = None
+
+    @cached_property
+    def halves(self) -> tuple[PartCosts, PartCosts]:
+        """A layer's attention and its feed-forward."""
+        share = self.attention or Share()
+        return self.layer.scaled(share), self.layer.scaled(share.rest)
 
 
 def model_costs(job: Job, profile: Profile | None = None) -> ModelCosts:
@@ -98,6 +135,23 @@ def measured_costs(job: Job, profile: Profile) -> ModelCosts:
         message_s=message.seconds(num_bytes) if message and job.pp > 1 else 0.0,
         step_s=profile.step_s,
         usable_bytes=profile.machine.memory_bytes,
+        attention=_measured_share(profile) or attention_share(job),
+    )
+
+
+def _measured_share(profile: Profile) -> Share | None:
+    attention, feed_forward = profile.attention, profile.feed_forward
+    if attention is None or feed_forward is None:
+        return None
+
+    def share(of: Callable[[PartProfile], float]) -> float:
+        whole = of(attention) + of(feed_forward)
+        return of(attention) / whole if whole else 0.5
+
+    return Share(
+        share(lambda part: part.forward_s.median + part.backward_s.median),
+        share(lambda part: part.activation_bytes),
+        share(lambda part: part.parameters),
     )
 
 
@@ -151,6 +205,28 @@ def flops_costs(job: Job) -> ModelCosts:
         head=_flops_part(head * unit, 0.0),
         source="FLOPs",
         has_seconds=False,
+        attention=attention_share(job),
+    )
+
+
+def attention_share(job: Job) -> Share:
+    """The attention's share of a layer by FLOPs and parameters, and of its activations.
+
+    Those are 13 of 34 bytes for each number of the residual stream (Korthikanti et al. 2022, eq. 1, its norm among
+    them and its scores not, which fused kernels don't keep); where all is recomputed each half keeps its input.
+    """
+    assert job.model is not None, "there is nothing to count in a job without a model"
+    length = job.data.sequence_length if job.data else job.model.max_position_embeddings
+    shape, recompute = shape_of(job.model, length), job.activation_checkpointing.most
+    scores = 4 * length * shape.heads * shape.head_dim
+    forward = 2 * shape.attention_parameters + scores
+    attention = 3 * forward + {"none": 0, "selective": scores, "full": forward}[recompute]
+    feed_forward = 2 * shape.active_mlp_parameters * (4 if recompute == "full" else 3)
+    parameters = shape.attention_parameters + shape.dense_mlp_parameters + shape.expert_parameters
+    return Share(
+        attention / (attention + feed_forward),
+        0.5 if recompute == "full" else 13 / 34,
+        float(shape.attention_parameters / parameters),
     )
 
 
@@ -181,6 +257,7 @@ def device_costs(job: Job) -> ModelCosts:
         source=f"the cost model of {hardware.device.name}",
         message_s=float(message_s(case)[0]),
         usable_bytes=USABLE_MEMORY * hardware.device.memory_bytes / (1 + float(constants.fragmentation)) - reserved,
+        attention=attention_share(job),
     )
 
 

@@ -135,6 +135,9 @@ class Profile(Section):
     embedding: PartProfile
     layer: PartProfile
     head: PartProfile
+    attention: PartProfile | None = None
+    feed_forward: PartProfile | None = None
+    """The halves of a layer; None where the device could not hold enough layers to measure them."""
     action_s: NonNegative
     post_s: NonNegative
     step_s: NonNegative

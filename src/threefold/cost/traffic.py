@@ -1,6 +1,6 @@
 """What each axis sends in one optimizer step, when, how often and how many bytes.
 
-Legend: B micro batch, S sequence, D hidden size, M microbatches of a step, L layers of the stage. The patterns are
+Legend: B micro batch, S sequence, D hidden size, M microbatches of a step, H half layers of the stage. The patterns are
 those of Megatron-LM: two all-reduces a layer and direction (Shoeybi et al. 2019), each of which sequence parallelism
 splits into a reduce-scatter and an all-gather (Korthikanti et al. 2022).
 
@@ -23,7 +23,7 @@ from threefold.layout import (
     compression_of,
     decoder_shards,
     fill_buckets,
-    split_layers,
+    split_halves,
     stage_of_parameter,
     stage_parameters,
 )
@@ -82,18 +82,18 @@ class _Stage:
         return self.last in self.stages
 
     @property
-    def num_layers(self) -> int:
-        return sum(len(self.layers[stage]) for stage in self.stages)
+    def num_halves(self) -> int:
+        return sum(len(self.halves[stage]) for stage in self.stages)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Global shapes of the parameters of these stages, and of both ends of the model."""
-        return self.model.parameter_shapes([layer for stage in self.stages for layer in self.layers[stage]])
+        return self.model.parameter_shapes(sorted({half // 2 for stage in self.stages for half in self.halves[stage]}))
 
     @cached_property
-    def layers(self) -> tuple[range, ...]:
+    def halves(self) -> tuple[range, ...]:
         pipeline = self.job.parallelism.pp
-        return split_layers(self.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
+        return split_halves(self.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
 
     @property
     def holds_both_ends(self) -> bool:
@@ -102,7 +102,7 @@ class _Stage:
 
     def users(self, name: str) -> tuple[int, ...]:
         """The stages of this rank that use a parameter."""
-        owner = stage_of_parameter(name, self.layers)
+        owner = stage_of_parameter(name, self.halves)
         shared = name == EMBEDDING and self.model.tie_word_embeddings
         return tuple(stage for stage in self.stages if stage == owner or (shared and stage == self.last))
 
@@ -123,8 +123,8 @@ class _Stage:
 
     @property
     def forwards(self) -> int:
-        """How often layers' forwards run for a microbatch, all of them: again in backward where it is recomputed."""
-        return sum(len(self.layers[stage]) * (2 if self._is_recomputed(stage) else 1) for stage in self.stages)
+        """How often half layers' forwards run for a microbatch: again in backward where that is recomputed."""
+        return sum(len(self.halves[stage]) * (2 if self._is_recomputed(stage) else 1) for stage in self.stages)
 
     @property
     def again(self) -> str:
@@ -201,16 +201,14 @@ def _tensor(stage: _Stage) -> Iterator[Transfer]:
 
 
 def _all_reduced(stage: _Stage) -> Iterator[Transfer]:
-    M, L = stage.job.num_microbatches, stage.num_layers
+    M, H = stage.job.num_microbatches, stage.num_halves
 
     def all_reduce(what: str, when: str, count: int) -> Transfer:
         return Transfer("tp", "all_reduce", what, when, stage.activation_bytes, count)
 
     when = f"forward{stage.again}, 2 a layer and microbatch"
-    yield all_reduce("outputs of attention.out and mlp.down", when, 2 * M * stage.forwards)
-    yield all_reduce(
-        f"input gradients of attention.qkv and {stage.widen}", "backward, 2 a layer and microbatch", 2 * L * M
-    )
+    yield all_reduce("outputs of attention.out and mlp.down", when, M * stage.forwards)
+    yield all_reduce(f"input gradients of attention.qkv and {stage.widen}", "backward, 2 a layer and microbatch", H * M)
     if stage.is_first:
         yield all_reduce("token embeddings", "forward, 1 a microbatch", M)
     if stage.is_last:
@@ -218,21 +216,19 @@ def _all_reduced(stage: _Stage) -> Iterator[Transfer]:
 
 
 def _sequence_parallel(stage: _Stage) -> Iterator[Transfer]:
-    M, L = stage.job.num_microbatches, stage.num_layers
+    M, H = stage.job.num_microbatches, stage.num_halves
 
     def of(operation: str, what: str, when: str, count: int) -> Transfer:
         return Transfer("tp", operation, what, when, stage.activation_bytes, count)
 
     per_layer = "2 a layer and microbatch"
     forward = f"forward{stage.again}, {per_layer}"
-    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", forward, 2 * M * stage.forwards)
-    yield of("reduce_scatter", "outputs of attention.out and mlp.down", forward, 2 * M * stage.forwards)
-    yield of("all_gather", "output gradients of attention.out and mlp.down", f"backward, {per_layer}", 2 * L * M)
+    yield of("all_gather", f"inputs of attention.qkv and {stage.widen}", forward, M * stage.forwards)
+    yield of("reduce_scatter", "outputs of attention.out and mlp.down", forward, M * stage.forwards)
+    yield of("all_gather", "output gradients of attention.out and mlp.down", f"backward, {per_layer}", H * M)
     # The gathered inputs are not kept: memory for them is what sequence parallelism saves.
-    yield of("all_gather", f"inputs of attention.qkv and {stage.widen} again", f"backward, {per_layer}", 2 * L * M)
-    yield of(
-        "reduce_scatter", f"input gradients of attention.qkv and {stage.widen}", f"backward, {per_layer}", 2 * L * M
-    )
+    yield of("all_gather", f"inputs of attention.qkv and {stage.widen} again", f"backward, {per_layer}", H * M)
+    yield of("reduce_scatter", f"input gradients of attention.qkv and {stage.widen}", f"backward, {per_layer}", H * M)
     if stage.is_first:
         yield of("reduce_scatter", "token embeddings", "forward, 1 a microbatch", M)
         yield of("all_gather", "gradient of the token embeddings", "backward, 1 a microbatch", M)
@@ -372,7 +368,7 @@ def _replicated(names: Iterable[str], shards: Mapping[str, Shard]) -> set[str]:
 def _shards(stage: _Stage) -> dict[str, Shard]:
     """The shard of each of the rank's parameters, the last one of the model first."""
     model, shapes = stage.model, stage.shapes
-    held = (stage_parameters(shapes, stage.layers, index, tied=model.tie_word_embeddings) for index in stage.stages)
+    held = (stage_parameters(shapes, stage.halves, index, tied=model.tie_word_embeddings) for index in stage.stages)
     names = dict.fromkeys(name for names in held for name in names)
     mine = {name: shapes[name] for name in reversed(names)}
     return decoder_shards(

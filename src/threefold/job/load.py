@@ -125,7 +125,7 @@ def relayout(
     schedule: str | None = None,
     chunks: int | None = None,
     sequence_parallel: bool | None = None,
-    partition: str | Sequence[int] | None = None,
+    partition: str | Sequence[float] | None = None,
     order: str | None = None,
     micro_batch: int | None = None,
     accumulation: int | None = None,

@@ -5,6 +5,7 @@ A rule is silent while one of its keys already has a problem, so that every prob
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -114,11 +115,13 @@ def _partition_counts(file: JobFile) -> Iterator[Problem]:
     stages, partition = pipeline.size * num_chunks(file), pipeline.partition
     if isinstance(partition, str):
         return
-    layers = file.model.num_hidden_layers if file.model else sum(partition)
+    layers = file.model.num_hidden_layers if file.model else math.ceil(sum(partition))
     fix = f"give {stages} counts of 0 or more that sum to {layers}{_even_counts(layers, stages)}"
     shown = show(list(partition))
     if len(partition) != stages:
         yield Problem(PARTITION, f"{shown} has {len(partition)} counts for {stages} stages", fix)
+    if any(2 * count != round(2 * count) for count in partition):
+        yield Problem(PARTITION, f"{shown} cuts a layer elsewhere than between attention and feed-forward", fix)
     if any(count < 0 for count in partition):  # 0 is a stage of the embedding or the head alone
         yield Problem(PARTITION, f"{shown} gives a stage {min(partition)} layers", fix)
     if sum(partition) != layers:

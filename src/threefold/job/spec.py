@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, Strict, model_serializer
+from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, Strict, model_serializer
 
 from threefold.job.base import (
     Count,
@@ -89,6 +89,14 @@ class ClusterSpec(Section):
         return None if self.inter_node is None else _link_bytes_per_s(self.inter_node)
 
 
+def _as_count(value: float) -> float:
+    """4 for 4.0, which is how it is written and shown."""
+    return int(value) if float(value).is_integer() else value
+
+
+LayerCount = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(_as_count)]
+
+
 class TensorParallel(Section):
     """Each layer's matrices split over ``size`` devices."""
 
@@ -109,9 +117,10 @@ class PipelineParallel(Section):
     chunks: Degree = Field(
         default=1, description="Model chunks on each device: more than 1 for interleaved_1f1b; zb_v has 2."
     )
-    partition: Literal["auto", "even"] | Annotated[tuple[Annotated[Whole, Strict()], ...], Strict(False)] = Field(
+    partition: Literal["auto", "even"] | Annotated[tuple[LayerCount, ...], Strict(False)] = Field(
         default="auto",
-        description="Layers of each stage (pp × chunks of them): auto (balanced by costs), even, or a list of counts.",
+        description="Layers of each stage (pp × chunks of them): auto (balanced by costs), even, or a list of counts; "
+        "a half is a layer's attention or feed-forward.",
         examples=["auto"],
     )
 

@@ -20,7 +20,7 @@ from threefold.job.spec import JobFile, Section
 
 # Keys of which pydantic can't say in one sentence what they take.
 FORMS: Mapping[str, str] = {
-    "parallelism.pp.partition": '"even", "auto" or a list with the number of layers of each stage, such as [6, 6]',
+    "parallelism.pp.partition": '"even", "auto" or a list with the layers of each stage, such as [6, 6] or [6.5, 5.5]',
     "cluster.inter_node": 'LINKSxSPEED with Gb/s for bits or GB/s for bytes, such as "8x200Gb/s"',
     "optimizer.params.betas": "a list of two numbers from 0 to below 1, such as [0.9, 0.95]",
 }

@@ -16,7 +16,17 @@ from threefold.layout.shards import (
     section_sizes,
     shard,
 )
-from threefold.layout.stages import balanced_sizes, split_layers, stage_of_parameter, stage_parameters
+from threefold.layout.stages import (
+    Partition,
+    balanced_sizes,
+    count_halves,
+    halves_of,
+    split_halves,
+    split_layers,
+    stage_of_parameter,
+    stage_parameters,
+    stage_sizes,
+)
 
 __all__ = [
     "AXES",
@@ -24,20 +34,25 @@ __all__ = [
     "Coord",
     "GradientCompression",
     "Layout",
+    "Partition",
     "Shard",
     "Slice",
     "Style",
     "StyleRule",
     "balanced_sizes",
     "compression_of",
+    "count_halves",
     "decoder_shards",
     "fill_buckets",
+    "halves_of",
     "parameter_kind",
     "qkv_sizes",
     "rule_for",
     "section_sizes",
     "shard",
+    "split_halves",
     "split_layers",
     "stage_of_parameter",
     "stage_parameters",
+    "stage_sizes",
 ]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from threefold.errors import JobError, Problem
+
+Partition = tuple[float, ...]
+"""Layers of each stage: whole numbers, and halves where a stage ends between a layer's attention and feed-forward."""
 
 EMBEDDING = "embed.tokens.weight"
 """The token embedding, which the head of a model with tied embeddings uses again on the last stage."""
 
 
-def split_layers(num_layers: int, num_stages: int, partition: str | Sequence[int] = "even") -> tuple[range, ...]:
+def split_layers(num_layers: int, num_stages: int, partition: str | Sequence[float] = "even") -> tuple[range, ...]:
     """The layers of each stage: contiguous ranges that cover ``range(num_layers)`` exactly once.
 
     ``partition`` is "even", "auto", or the number of layers of each stage. "even" gives sizes that differ by at most
@@ -20,13 +23,40 @@ def split_layers(num_layers: int, num_stages: int, partition: str | Sequence[int
     (``plan.balance``); here, where no costs are known, it is the same as "even". An explicit list may be uneven and may
     hold 0 (a stage that holds only the embedding or the head).
 
-    Raises JobError naming ``parallelism.pp.size`` or ``parallelism.pp.partition``.
+    Raises JobError naming ``parallelism.pp.size`` or ``parallelism.pp.partition``, also for a list that cuts a layer.
     """
+    halves = split_halves(num_layers, num_stages, partition)
+    if any(half.start % 2 for half in halves):
+        fix = "state whole layers"
+        raise JobError([Problem("parallelism.pp.partition", f"{partition} cuts a layer, which can't be cut here", fix)])
+    return tuple(range(half.start // 2, half.stop // 2) for half in halves)
+
+
+def split_halves(num_layers: int, num_stages: int, partition: str | Sequence[float] = "even") -> tuple[range, ...]:
+    """The half layers of each stage: 2n is the attention of layer n, 2n + 1 its feed-forward, each with its norm.
+
+    ``partition`` is as for ``split_layers``, and its numbers may be halves: [4.5, 3.5] gives the first stage the
+    attention of layer 4 and the second its feed-forward. Raises JobError as ``split_layers`` does.
+    """
+    return halves_of(stage_sizes(num_layers, num_stages, partition))
+
+
+def halves_of(sizes: Sequence[float]) -> tuple[range, ...]:
+    """The half layers of stages of these sizes."""
+    return tuple(range(start, end) for start, end in pairwise([0, *accumulate(round(2 * size) for size in sizes)]))
+
+
+def count_halves(halves: range) -> tuple[int, int]:
+    """How many of a stage's half layers are attention, and how many are feed-forward."""
+    num_feed_forward = halves.stop // 2 - halves.start // 2
+    return len(halves) - num_feed_forward, num_feed_forward
+
+
+def stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[float] = "even") -> Partition:
+    """Layers of each stage by ``partition``, as for ``split_halves``."""
     if num_stages < 1:
         raise JobError([Problem("parallelism.pp.size", f"{num_stages} is no number of stages", "use 1 or more")])
-    sizes = _stage_sizes(num_layers, num_stages, partition)
-    ends = list(accumulate(sizes))
-    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+    return tuple(_stage_sizes(num_layers, num_stages, partition))
 
 
 def balanced_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -40,7 +70,7 @@ def balanced_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
 
 
-def _stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[int]) -> list[int]:
+def _stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[float]) -> Sequence[float]:
     if not isinstance(partition, str):
         return _explicit_sizes(num_layers, num_stages, list(partition))
     if partition in ("even", "auto"):
@@ -67,9 +97,9 @@ def _spare_order(num_stages: int) -> list[int]:
     return [*middle, 0, num_stages - 1]
 
 
-def _explicit_sizes(num_layers: int, num_stages: int, sizes: list[int]) -> list[int]:
+def _explicit_sizes(num_layers: int, num_stages: int, sizes: list[float]) -> list[float]:
     key = "parallelism.pp.partition"
-    fix = f"give {num_stages} numbers, 0 or more, that sum to {num_layers}"
+    fix = f"give {num_stages} numbers, 0 or more and whole or a half over, that sum to {num_layers}"
     if 1 <= num_stages <= num_layers:
         fix += f", for example {_even_sizes(num_layers, num_stages)}"
     problems = []
@@ -77,6 +107,8 @@ def _explicit_sizes(num_layers: int, num_stages: int, sizes: list[int]) -> list[
         problems.append(Problem(key, f"{sizes} has {len(sizes)} entries for {num_stages} stages", fix))
     if any(size < 0 for size in sizes):
         problems.append(Problem(key, f"{sizes} holds a negative number of layers", fix))
+    if any(2 * size != round(2 * size) for size in sizes):
+        problems.append(Problem(key, f"{sizes} cuts a layer elsewhere than in the middle", fix))
     if sum(sizes) != num_layers:
         problems.append(Problem(key, f"{sizes} sums to {sum(sizes)}, but the model has {num_layers} layers", fix))
     if problems:
@@ -85,15 +117,16 @@ def _explicit_sizes(num_layers: int, num_stages: int, sizes: list[int]) -> list[
 
 
 def stage_of_parameter(name: str, stages: Sequence[range]) -> int:
-    """The stage that owns the parameter (or module) called ``name``.
+    """The stage that owns the parameter (or module) called ``name``; ``stages`` are their half layers.
 
-    ``embed.*`` is on the first stage, ``layers.N.*`` where layer N is, everything after the layers (``final_norm``,
-    ``head``) on the last. A tied embedding is owned by the first stage. Raises ValueError for a layer no stage holds.
+    ``embed.*`` is on the first stage, ``layers.N.*`` where that half of layer N is, everything after the layers
+    (``final_norm``, ``head``) on the last. A tied embedding is owned by the first stage. Raises ValueError for a layer
+    that no stage holds.
     """
     for stage in range(len(stages)):
         if _holds(stages, stage, name):
             return stage
-    raise ValueError(f"{name}: no stage holds this layer; the stages are {list(stages)}")
+    raise ValueError(f"{name}: no stage holds this layer; the half layers of the stages are {list(stages)}")
 
 
 def _holds(stages: Sequence[range], stage: int, name: str) -> bool:
@@ -101,12 +134,13 @@ def _holds(stages: Sequence[range], stage: int, name: str) -> bool:
     if part == "embed":
         return stage == 0
     if part == "layers":
-        return int(rest.partition(".")[0]) in stages[stage]
+        layer, _, module = rest.partition(".")
+        return 2 * int(layer) + module.startswith("mlp") in stages[stage]
     return stage == len(stages) - 1
 
 
 def stage_parameters(names: Iterable[str], stages: Sequence[range], stage: int, *, tied: bool) -> tuple[str, ...]:
-    """The names, in the order given, of the parameters that ``stage`` holds.
+    """The names, in the order given, of the parameters that ``stage`` holds; ``stages`` are their half layers.
 
     With ``tied`` embeddings the last stage holds a copy of the token embedding besides the first stage's.
     """

@@ -1,10 +1,10 @@
 """Measures what the parts of a job's model take on this machine: the very executor runs them, one stage for each.
 
-A rank holds a whole small pipeline by itself: a stage with the embedding, stages of one layer, of two and of none, and
-a stage with the head. What the recorder says of their passes is what training takes, gradient buckets, hooks and the
-executor's own work among it; the empty stage tells that work apart from the layers'. As many ranks are busy at once as
-the job runs on this machine, each for itself: what they share, caches, memory bandwidth and cores, they share as in
-training. Tensor-parallel ranks work together.
+A rank holds a whole small pipeline by itself: a stage with the embedding, stages of one layer, of two, of none and of
+each half of one, and a stage with the head. What the recorder says of their passes is what training takes, gradient
+buckets, hooks and the executor's own work among it; the empty stage tells that work apart from the layers'. As many
+ranks are busy at once as the job runs on this machine, each for itself: what they share, caches, memory bandwidth and
+cores, they share as in training. Tensor-parallel ranks work together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from threefold.schedule import Action, Kind, Schedule, lower
 from threefold.train.data.synthetic import SyntheticTokens
 from threefold.train.optimizer import ShardedOptimizer
 
-STAGE_LAYERS = (0, 1, 0, 2, 1, 2, 0)
+STAGE_LAYERS = (0, 1, 0, 2, 0.5, 0.5, 1, 2, 0)
 """Layers of the stages that are measured; the first also has the embedding, the last the head."""
 FEW_LAYERS = (0, 1, 0, 2, 0)
 """The same for layers of which a device can hold few."""
@@ -47,7 +47,7 @@ _BYTES_OF_STATE = 16
 
 Floats = NDArray[np.float64]
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W)
-PARTS = ("embedding", "layer", "head")
+HALVES = ("attention", "feed_forward")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure_profile(
         workload=workload,
         fingerprint=workload.fingerprint,
         num_rounds=rounds.others.shape[1],
-        **{name: times.part(name, activations[name], parameters[name]) for name in PARTS},
+        **{name: times.part(name, activations[name], parameters[name]) for name in stages_of_parts(layers)},
         action_s=float(np.mean([times.empty(kind) for kind in (Kind.F, Kind.B)])) + gap_s,
         post_s=post_s,
         step_s=step_s,
@@ -98,7 +98,7 @@ def measure_profile(
     return Profile.model_validate_json(_from_first(profile.to_json(), everyone, device))
 
 
-def stage_layers(job: Job, device: torch.device) -> tuple[int, ...]:
+def stage_layers(job: Job, device: torch.device) -> tuple[float, ...]:
     """Layers of the stages to measure: fewer where the state of more would fill the device."""
     assert job.model is not None, "Workload.of refuses a job without a model"
     ends = 2 * job.model.vocab_size * job.model.hidden_size
@@ -158,7 +158,7 @@ class HeldRecorder(Recorder):
             self.seen.append(self.held())
 
 
-def measuring_job(job: Job, layers: Sequence[int], directory: Path) -> Job:
+def measuring_job(job: Job, layers: Sequence[float], directory: Path) -> Job:
     """``job`` as one rank's pipeline of ``layers``, without replicas; its schedule is a file in ``directory``."""
     assert job.model is not None, "Workload.of refuses a job without a model"
     path = directory / "schedule.txt"
@@ -173,7 +173,7 @@ def measuring_job(job: Job, layers: Sequence[int], directory: Path) -> Job:
     )
     return job.model_copy(
         update={
-            "model": job.model.model_copy(update={"num_hidden_layers": sum(layers)}),
+            "model": job.model.model_copy(update={"num_hidden_layers": round(sum(layers))}),
             "parallelism": job.parallelism.model_copy(update={"pp": pipeline, "dp": replicas}),
             "zero_optimization": zero,
             "gradient_accumulation_steps": MICROBATCHES,
@@ -207,7 +207,7 @@ class Rounds:
 class _Bench:
     """The engine that is measured on this rank."""
 
-    def __init__(self, job: Job, layers: Sequence[int], ranks: Ranks) -> None:
+    def __init__(self, job: Job, layers: Sequence[float], ranks: Ranks) -> None:
         self.ranks, self.layers = ranks, tuple(layers)
         self.mesh, self.recorder = lone_mesh(job, ranks)
         with tempfile.TemporaryDirectory(prefix="threefold-") as directory:
@@ -229,7 +229,7 @@ class _Bench:
     def parameters(self) -> dict[str, int]:
         """Parameters of each part on this rank; a tied head counts its own."""
         counts = [sum(p.numel() for p in stage.parameters()) for stage in self.engine.stages]
-        return dict(zip(PARTS, (counts[0], counts[self.layers.index(1)], counts[-1]), strict=True))
+        return {name: counts[stage] for name, stage in stages_of_parts(self.layers).items()}
 
     def measure_activations(self) -> dict[str, int]:
         """Bytes that each part keeps for a microbatch; the first step of the engine, which counts them."""
@@ -237,9 +237,9 @@ class _Bench:
         self._step(split=False)
         self.recorder.watching = False
         held = np.diff([0, *self.recorder.seen[: len(self.layers)]]).astype(float)
-        layer = _of_count(held, self.layers, 2).mean() - _of_count(held, self.layers, 1).mean()
-        found = zip(PARTS, (held[0], layer, held[-1]), strict=True)
-        return {name: max(0, round(value)) for name, value in found}
+        found = {name: held[stage] for name, stage in stages_of_parts(self.layers).items()}
+        found["layer"] = _of_count(held, self.layers, 2).mean() - _of_count(held, self.layers, 1).mean()
+        return {name: max(0, round(value)) for name, value in found.items()}
 
     def measure_rounds(self, budget: Budget, everyone: Group) -> Rounds:
         """Steps of both kinds in turn, after warm-up, as many rounds as the budget allows on the slowest rank."""
@@ -297,7 +297,14 @@ class _Bench:
         return float(np.diff(clock.read())[0])
 
 
-def _of_count(values: Floats, layers: Sequence[int], count: int) -> Floats:
+def stages_of_parts(layers: Sequence[float]) -> dict[str, int]:
+    """A stage that holds nothing but a part, for each part that is measured."""
+    halves = [stage for stage, count in enumerate(layers) if count == 0.5]
+    whole = {"embedding": 0, "layer": layers.index(1), "head": len(layers) - 1}
+    return whole | dict(zip(HALVES, halves, strict=False))
+
+
+def _of_count(values: Floats, layers: Sequence[float], count: int) -> Floats:
     """The values of stages between the ends that have ``count`` layers."""
     return values[[stage for stage in range(1, len(layers) - 1) if layers[stage] == count]]
 
@@ -305,7 +312,7 @@ def _of_count(values: Floats, layers: Sequence[int], count: int) -> Floats:
 class _Times:
     """Spreads of parts from samples of stages: [pass, stage, sample]."""
 
-    def __init__(self, samples: Floats, layers: Sequence[int]) -> None:
+    def __init__(self, samples: Floats, layers: Sequence[float]) -> None:
         self.samples, self.layers = samples, tuple(layers)
 
     def part(self, name: str, activation_bytes: int, parameters: int) -> PartProfile:
@@ -327,7 +334,7 @@ class _Times:
         """The seconds of a part, without the executor's."""
         own = self.samples[PASSES.index(kind)] - self.empty(kind)
         if name != "layer":
-            return _spread(own[0 if name == "embedding" else -1])
+            return _spread(own[stages_of_parts(self.layers)[name]])
         # A stage of two layers says twice as much about one.
         pairs = [np.repeat(_of_count(own, self.layers, count).ravel() / count, count) for count in (1, 2)]
         return _spread(np.concatenate(pairs))

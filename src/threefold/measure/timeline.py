@@ -16,7 +16,7 @@ import numpy as np
 from threefold.cost.parts import model_costs
 from threefold.cost.profile import read_profile
 from threefold.job import load_job
-from threefold.layout import split_layers
+from threefold.layout import stage_sizes
 from threefold.parallel.recorder import BEGIN, END, READY, Marks
 from threefold.plan.balance import play_partition
 from threefold.report.timeline_compare import Comparison
@@ -190,5 +190,5 @@ def _simulated_by_profile(run_dir: Path, profile_path: Path) -> Timeline:
     assert job.model is not None, "a run's job has a model"
     costs = model_costs(job, read_profile(profile_path, job))
     schedule = job_schedule(job)
-    layers = split_layers(job.model.num_hidden_layers, schedule.num_stages, job.parallelism.pp.partition)
-    return play_partition(costs, [len(stage) for stage in layers], schedule)
+    sizes = stage_sizes(job.model.num_hidden_layers, schedule.num_stages, job.parallelism.pp.partition)
+    return play_partition(costs, sizes, schedule)

@@ -11,6 +11,8 @@ Shapes: B batch, S sequence, D model width, H query heads, K head width, F feed-
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch user knows
 from torch import Tensor, nn
@@ -25,8 +27,10 @@ class Decoder(nn.Module):
     Llama style (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention, untied.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, cut: Collection[int] = ()) -> None:
+        """``cut`` are the layers whose halves are parts of their own."""
         super().__init__()
+        self.cut = frozenset(cut)
         self.embed = Embedding(spec)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
         self.final_norm = build_norm(spec)
@@ -36,7 +40,11 @@ class Decoder(nn.Module):
 
     def parts(self) -> list[tuple[str, nn.Module]]:
         """The pieces of the model in the order of the data flow: applying one after the other is ``forward``."""
-        layers = [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
+        layers = [
+            (f"layers.{index}", part)
+            for index, layer in enumerate(self.layers)
+            for part in ((AttentionHalf(layer), FeedForwardHalf(layer)) if index in self.cut else (layer,))
+        ]
         return [("embed", self.embed), *layers, ("final_norm", self.final_norm), ("head", self.head)]
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -80,8 +88,44 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """``[B, S, D]`` to ``[B, S, D]``."""
-        x_BSD = x_BSD + self.attention_dropout(self.attention(self.attention_norm(x_BSD)))
-        return x_BSD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return feed(self, attend(self, x_BSD))
+
+
+class AttentionHalf(nn.Module):
+    """The first half of a layer, whose modules keep their names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(layer, Block)
+        self.attention_norm, self.attention = layer.attention_norm, layer.attention
+        self.attention_dropout = layer.attention_dropout
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``."""
+        return attend(self, x_BSD)
+
+
+class FeedForwardHalf(nn.Module):
+    """The second half of a layer, whose modules keep their names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(layer, Block)
+        self.mlp_norm, self.mlp, self.mlp_dropout = layer.mlp_norm, layer.mlp, layer.mlp_dropout
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``."""
+        return feed(self, x_BSD)
+
+
+def attend(layer: Block | AttentionHalf, x_BSD: Tensor) -> Tensor:
+    """The residual stream after a layer's attention."""
+    return x_BSD + layer.attention_dropout(layer.attention(layer.attention_norm(x_BSD)))
+
+
+def feed(layer: Block | FeedForwardHalf, x_BSD: Tensor) -> Tensor:
+    """The residual stream after a layer's feed-forward."""
+    return x_BSD + layer.mlp_dropout(layer.mlp(layer.mlp_norm(x_BSD)))
 
 
 class Attention(nn.Module):

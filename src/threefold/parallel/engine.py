@@ -6,7 +6,7 @@ optimizer) is the trainer's affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from threefold.layout import (
     compression_of,
     qkv_sizes,
     shard,
-    split_layers,
+    split_halves,
 )
 from threefold.models.decoder import Decoder
 from threefold.models.init import decoder_initial_value
@@ -206,14 +206,15 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
     number_format = dtype or DTYPES[job.precision]
     sequence_parallel = job.parallelism.tp.sequence_parallel
     schedule = job_schedule(job)
-    layers = split_layers(spec.num_hidden_layers, schedule.num_stages, job.parallelism.pp.partition)
+    halves = split_halves(spec.num_hidden_layers, schedule.num_stages, job.parallelism.pp.partition)
+    cut = cut_layers(halves)
     with torch.device("meta"):
-        model = Decoder(spec)
+        model = Decoder(spec, cut)
     plan = tensor_parallel_plan(spec, sequence_parallel)
     initial_value = decoder_initial_value(spec, job.seed)
     stages = build_stages(
         model,
-        layers,
+        [pieces(half, cut) for half in halves],
         mesh,
         plan,
         rank_of=schedule.stage_rank,
@@ -234,6 +235,21 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
         if recompute == "selective":
             recompute_modules(stage, "attention.core")
     return Engine(stages, mesh, decoder_loss(spec, mesh), options)
+
+
+def cut_layers(halves: Sequence[range]) -> frozenset[int]:
+    """The layers that a stage's end goes through."""
+    return frozenset(half.start // 2 for half in halves if half.start % 2)
+
+
+def pieces(halves: range, cut: Collection[int]) -> range:
+    """A stage's half layers as numbers of parts, where only the layers in ``cut`` are two parts."""
+
+    def piece(half: int) -> int:
+        layer = half // 2
+        return layer + sum(other < layer for other in cut) + half % 2
+
+    return range(piece(halves.start), piece(halves.stop))
 
 
 def sharding_policy(job: Job, number_format: torch.dtype) -> ShardingPolicy:

@@ -4,6 +4,8 @@ The slowest stage sets the pace of a pipeline, so the first cut has the least sl
 prefix sums (as for the linear partition problem), and of those the most even one. What else a step takes, the fill, the
 drain and the messages, hangs on the schedule: so its neighbours, with a layer moved from one stage to another, are
 played with it, and so is the even split. The shortest play wins; the even split stays where nothing gains over 1 %.
+Then the same with half layers, for a stage may end between the attention and the feed-forward of a layer: what crosses
+is the residual stream there too. Such a cut is taken where it gains over 1 % more.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from threefold.cost.parts import ModelCosts, PartCosts, model_costs
 from threefold.cost.profile import Profile
 from threefold.errors import JobError
 from threefold.job import Job
-from threefold.layout import split_layers
+from threefold.layout import Partition, count_halves, halves_of, stage_sizes
 from threefold.plan.wording import format_gigabytes, format_seconds
 from threefold.schedule import Kind, Schedule, job_schedule
 from threefold.simulate import StepCosts, Timeline, simulate
@@ -34,26 +36,24 @@ MOST_ACTIONS_OF_A_PLAY = 8_000
 """A play with more actions is cut to fewer microbatches."""
 
 Floats = NDArray[np.float64]
-Partition = tuple[int, ...]
-"""Layers of each stage."""
 Fits = Callable[[int, int], bool]
-"""(stage, its number of layers) -> whether a device can hold it."""
+"""(stage, its number of pieces) -> whether a device can hold it."""
 
 
-def cut_layers(
-    layer_s: Sequence[float],
+def cut_evenly(
+    piece_s: Sequence[float],
     first_s: float,
     last_s: float,
     num_stages: int,
     fits: Fits | None = None,
     slowness: Sequence[float] = (),
-) -> Partition | None:
-    """The cut whose slowest stage is fastest, and of those the one with the least sum of squares; None if none fits.
+) -> tuple[int, ...] | None:
+    """Pieces of each stage: the slowest is fastest, and of such cuts the sum of squares is least; None if none fits.
 
-    ``first_s`` and ``last_s`` are added to the ends. ``slowness`` multiplies the seconds of each stage. A stage between
-    the ends has one layer at least.
+    ``piece_s`` are the seconds of layers, or of half layers. ``first_s`` and ``last_s`` are added to the ends.
+    ``slowness`` multiplies the seconds of each stage. A stage between the ends has one piece at least.
     """
-    seconds = _stage_seconds(layer_s, first_s, last_s, num_stages, fits, slowness or [1.0] * num_stages)
+    seconds = _stage_seconds(piece_s, first_s, last_s, num_stages, fits, slowness or [1.0] * num_stages)
     slowest = _shortest(seconds, np.maximum)[0]
     if not np.isfinite(slowest):
         return None
@@ -63,15 +63,15 @@ def cut_layers(
 
 
 def _stage_seconds(
-    layer_s: Sequence[float],
+    piece_s: Sequence[float],
     first_s: float,
     last_s: float,
     num_stages: int,
     fits: Fits | None,
     slowness: Sequence[float],
 ) -> list[Floats]:
-    """For each stage: seconds if it holds layers i to j - 1, at [i, j]; infinite where it must not."""
-    sums = np.array([0.0, *accumulate(layer_s)])
+    """For each stage: seconds if it holds pieces i to j - 1, at [i, j]; infinite where it must not."""
+    sums = np.array([0.0, *accumulate(piece_s)])
     between = sums[None, :] - sums[:, None]
     counts = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
     found = []
@@ -85,8 +85,8 @@ def _stage_seconds(
     return found
 
 
-def _shortest(stages: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, Partition]:
-    """The least value of a path through all stages, joined by sum or maximum, and the layers of each stage on it."""
+def _shortest(stages: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, tuple[int, ...]]:
+    """The least value of a path through all stages, joined by sum or maximum, and the pieces of each stage on it."""
     best = stages[0][0]
     came_from = []
     for seconds in stages[1:]:
@@ -101,13 +101,14 @@ def _shortest(stages: Sequence[Floats], join: Callable[[Floats, Floats], Floats]
 
 
 def step_costs(
-    costs: ModelCosts, partition: Sequence[int], schedule: Schedule, *, split: bool | None = None
+    costs: ModelCosts, partition: Sequence[float], schedule: Schedule, *, split: bool | None = None
 ) -> StepCosts:
     """The costs of every stage of ``partition``, as the simulator takes them.
 
     ``split``: backward passes run as I and W, which together take longer than one; by default as in ``schedule``.
     """
     last = len(partition) - 1
+    counts = [count_halves(halves) for halves in halves_of(partition)]
     if split is None:
         split = any(action.kind is Kind.I for row in schedule.rows for action in row)
 
@@ -120,7 +121,11 @@ def step_costs(
         ends = [0.0] * len(partition)
         ends[0] += field(costs.embedding)
         ends[last] += field(costs.head)
-        return [count * field(costs.layer) + end for count, end in zip(partition, ends, strict=True)]
+        layer, attention, feed_forward = (field(part) for part in (costs.layer, *costs.halves))
+        return [
+            min(a, f) * layer + max(a - f, 0) * attention + max(f - a, 0) * feed_forward + end
+            for (a, f), end in zip(counts, ends, strict=True)
+        ]
 
     def passes(field: Callable[[PartCosts], float], each_post: float = 1.0) -> list[float]:
         terms = zip(each(field), posts, slowness, strict=True)
@@ -146,7 +151,7 @@ def step_costs(
     )
 
 
-def play_partition(costs: ModelCosts, partition: Sequence[int], schedule: Schedule) -> Timeline:
+def play_partition(costs: ModelCosts, partition: Sequence[float], schedule: Schedule) -> Timeline:
     """One step of ``schedule`` with the stages of ``partition``; all ranks update together, as clipping wants it."""
     return simulate(schedule, step_costs(costs, partition, schedule), step_together=True)
 
@@ -179,7 +184,8 @@ class Balance:
         measured = f" (a layer takes {format_seconds(layer_s)} a microbatch)" if costs.has_seconds else ""
         return (
             f"partition auto is {format_partition(self.partition)} by {costs.source}: the embedding costs as much as "
-            f"{first:.2f} and the head as {last:.2f} layers{measured}. {self._against_even()}{self._memory()}"
+            f"{first:.2f} and the head as {last:.2f} layers{measured}. "
+            f"{self._against_even()}{self._halves()}{self._memory()}"
         )
 
     def _against_even(self) -> str:
@@ -189,6 +195,11 @@ class Balance:
             return "That is the even split: no other promises 1 % more tokens/s."
         return f"The even split {format_partition(self.even)} would take {self.gain:.1%} longer."
 
+    def _halves(self) -> str:
+        if all(size == int(size) for size in self.partition):
+            return ""
+        return " A half is a layer's attention, or its feed-forward."
+
     def _memory(self) -> str:
         if self.fits or self.costs.usable_bytes is None:
             return ""
@@ -196,11 +207,11 @@ class Balance:
         return f" By these costs no split fits into the {usable} of a device; this one holds the least."
 
 
-def format_partition(partition: Sequence[int], most: int = 12) -> str:
+def format_partition(partition: Sequence[float], most: int = 12) -> str:
     """``[7, 1]``; of many stages runs of equal numbers are joined: ``[1, 62 × 2, 1]``."""
     if len(partition) <= most:
         return str(list(partition))
-    runs = [(size, len(list(group))) for size, group in groupby(partition)]
+    runs = [(f"{size:g}", len(list(group))) for size, group in groupby(partition)]
     return f"[{', '.join(f'{count} × {size}' if count > 1 else str(size) for size, count in runs)}]"
 
 
@@ -211,13 +222,12 @@ def balance(costs: ModelCosts, num_layers: int, schedule: Schedule) -> Balance:
     """
     search = _Search(costs, schedule)
     even = _even(num_layers, schedule.num_stages)
-    sums = search.sums(num_layers)
-    bounded = cut_layers(*sums, schedule.num_stages, search.fits_alone, costs.slowness)
-    start = bounded or cut_layers(*sums, schedule.num_stages, slowness=costs.slowness)
-    assert start is not None, "without a limit every model can be cut"
-    best = search.climb(start)
+    best = search.best(num_layers, 1)
     if even is not None and search.is_as_good(even, best):
         best = even
+    if costs.attention is not None and schedule.num_stages > 1:
+        finer = search.best(num_layers, 0.5)
+        best = best if search.is_as_good(best, finer) else finer
     step_s, _ = search.judge(best)
     even_s = search.judge(even)[0] if even is not None else step_s
     return Balance(best, even, step_s, even_s, costs, schedule.num_microbatches, search.holds(best))
@@ -225,7 +235,7 @@ def balance(costs: ModelCosts, num_layers: int, schedule: Schedule) -> Balance:
 
 def _even(num_layers: int, num_stages: int) -> Partition | None:
     try:
-        return tuple(map(len, split_layers(num_layers, num_stages, "even")))
+        return stage_sizes(num_layers, num_stages, "even")
     except JobError:  # more stages than layers
         return None
 
@@ -237,19 +247,29 @@ class _Search:
         self.costs, self.schedule = costs, schedule
         self.played: dict[Partition, tuple[float, float]] = {}
         self.most_plays = max(3, MOST_ACTIONS // sum(map(len, schedule.rows)))
+        """Of each search for the best cut."""
         self.live = _live_microbatches(schedule)
 
-    def sums(self, num_layers: int) -> tuple[list[float], float, float]:
-        """Seconds of a step of each layer, of the embedding and of the head: all microbatches and the optimizer."""
-        count = self.schedule.num_microbatches
+    def best(self, num_layers: int, unit: float) -> Partition:
+        """The best cut found into stages of whole layers, or of half ones where ``unit`` is 0.5."""
+        costs, num_stages = self.costs, self.schedule.num_stages
+        pieces = [self.whole_s(part) for part in (costs.halves if unit < 1 else (costs.layer,))] * num_layers
+        sums = pieces, self.whole_s(costs.embedding), self.whole_s(costs.head)
 
-        def whole(part: PartCosts) -> float:
-            return count * (part.forward_s + part.backward_s) + part.step_s + part.sync_s
+        def fits(stage: int, count: int) -> bool:
+            return self.fits_alone(stage, count * unit)
 
-        return [whole(self.costs.layer)] * num_layers, whole(self.costs.embedding), whole(self.costs.head)
+        bounded = cut_evenly(*sums, num_stages, fits, costs.slowness)
+        start = bounded or cut_evenly(*sums, num_stages, slowness=costs.slowness)
+        assert start is not None, "without a limit every model can be cut"
+        return self.climb(tuple(_tidy(count * unit) for count in start), unit)
 
-    def fits_alone(self, stage: int, count: int) -> bool:
-        """Whether a device can hold the stage, were it its only one."""
+    def whole_s(self, part: PartCosts) -> float:
+        """Seconds of a step of a part: all microbatches and the optimizer."""
+        return self.schedule.num_microbatches * (part.forward_s + part.backward_s) + part.step_s + part.sync_s
+
+    def fits_alone(self, stage: int, count: float) -> bool:
+        """Whether a device can hold the stage of ``count`` layers, were it its only one."""
         if self.costs.usable_bytes is None:
             return True
         parts = [(self.costs.layer, count), (self.costs.embedding, stage == 0)]
@@ -276,40 +296,45 @@ class _Search:
         fits = self.holds(partition)
         return not fits, step_s if fits else held
 
-    def climb(self, start: Partition) -> Partition:
+    def climb(self, start: Partition, unit: float) -> Partition:
         """From ``start`` to better neighbours, until there is none or enough has been played."""
-        best = start
+        best, limit = start, len(self.played) + self.most_plays
         improved = True
         while improved:
             improved = False
-            for neighbour in _neighbours(best):
-                if len(self.played) >= self.most_plays and neighbour not in self.played:
+            for neighbour in _neighbours(best, unit):
+                if len(self.played) >= limit and neighbour not in self.played:
                     return best
                 if self.key(neighbour) < self.key(best):
                     best, improved = neighbour, True
                     break
         return best
 
-    def is_as_good(self, even: Partition, best: Partition) -> bool:
-        """Whether ``best`` gains too little over ``even`` to be stated; where none fits, whether it holds no less."""
+    def is_as_good(self, simple: Partition, best: Partition) -> bool:
+        """Whether ``best`` gains too little over ``simple`` to be stated; where none fits, whether it holds no less."""
         if not self.holds(best):
-            return self.judge(even)[1] <= self.judge(best)[1]
-        if not self.holds(even):
+            return self.judge(simple)[1] <= self.judge(best)[1]
+        if not self.holds(simple):
             return False
-        return self.judge(even)[0] <= self.judge(best)[0] * (1 + LEAST_GAIN)
+        return self.judge(simple)[0] <= self.judge(best)[0] * (1 + LEAST_GAIN)
 
 
-def _neighbours(partition: Partition) -> Iterator[Partition]:
-    """Cuts with one layer moved from a stage to another; neighbouring stages first."""
+def _neighbours(partition: Partition, unit: float) -> Iterator[Partition]:
+    """Cuts with one layer, or half of one, moved from a stage to another; neighbouring stages first."""
     stages = range(len(partition))
     moves = sorted(((a, b) for a in stages for b in stages if a != b), key=lambda move: abs(move[0] - move[1]))
     for source, target in moves:
-        least = 0 if source in (0, len(partition) - 1) else 1
+        least = 0 if source in (0, len(partition) - 1) else unit
         if partition[source] > least:
             changed = list(partition)
-            changed[source] -= 1
-            changed[target] += 1
-            yield tuple(changed)
+            changed[source] -= unit
+            changed[target] += unit
+            yield tuple(map(_tidy, changed))
+
+
+def _tidy(size: float) -> float:
+    """A whole number as such: that is how it is written."""
+    return int(size) if size == int(size) else size
 
 
 def _live_microbatches(schedule: Schedule) -> list[int]:
@@ -351,7 +376,7 @@ def resolve_partition(job: Job, profile: Profile | None = None) -> tuple[Job, Ba
     return with_partition(job, chosen.partition), chosen
 
 
-def with_partition(job: Job, partition: Sequence[int] | Literal["auto", "even"]) -> Job:
+def with_partition(job: Job, partition: Sequence[float] | Literal["auto", "even"]) -> Job:
     """The job with these layers on its stages."""
     stated = partition if isinstance(partition, str) else tuple(partition)
     pipeline = job.parallelism.pp.model_copy(update={"partition": stated})
@@ -378,10 +403,8 @@ class SearchedSchedule:
 def search_job(job: Job, profile: Profile) -> SearchedSchedule:
     """The shortest schedule found for the job's stages, which must be settled, in the memory that 1F1B takes."""
     assert job.model is not None, "a profile is of a model"
-    partition = job.parallelism.pp.partition
-    sizes = [
-        len(layers) for layers in split_layers(job.model.num_hidden_layers, job.parallelism.pp.num_stages, partition)
-    ]
+    pipeline = job.parallelism.pp
+    sizes = stage_sizes(job.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
     unit = job_schedule(job)
     costs = step_costs(model_costs(job, profile), sizes, unit, split=True)
     found = search(costs, job.pp, job.num_microbatches)

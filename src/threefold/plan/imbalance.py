@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from threefold.cost.parts import ModelCosts, PartCosts, model_costs
+from threefold.cost.parts import ModelCosts, PartCosts, Share, model_costs
 from threefold.cost.profile import Profile
 from threefold.job import Job
-from threefold.layout import split_layers
-from threefold.plan.balance import Partition, balance, play_partition, schedule_to_play
+from threefold.layout import Partition, count_halves, halves_of, stage_sizes
+from threefold.plan.balance import balance, play_partition, schedule_to_play
 from threefold.schedule import Schedule
 
 LEAST_GAIN = 0.03
@@ -58,7 +58,7 @@ class Imbalance:
 
     def words(self) -> str:
         """The advice in a sentence."""
-        counts = ",".join(map(str, self.partition))
+        counts = ",".join(f"{size:g}" for size in self.partition)
         return (
             f"{self.what} {self.rank} is {self.over_mean:.0%} slower than the mean: --partition {counts} "
             f"(parallelism.pp.partition {list(self.partition)}) would give {self.gain:+.0%} tokens/s"
@@ -90,7 +90,7 @@ def find_imbalance(
     schedule = schedule_to_play(job)
     costs = replace(fit_costs(sizes, passes, model_costs(job, profile)), step_s=step_s)
     now_s = play_partition(costs, sizes, schedule).makespan_s
-    best = balance(costs, sum(sizes), schedule)
+    best = balance(costs, round(sum(sizes)), schedule)
     gain = now_s / best.step_s - 1
     if gain <= LEAST_GAIN:
         return None
@@ -104,7 +104,7 @@ def current_partition(job: Job) -> Partition | None:
     stated = job.parallelism.pp.partition
     if job.model is None or stated == "auto":
         return None
-    return tuple(map(len, split_layers(job.model.num_hidden_layers, job.parallelism.pp.num_stages, stated)))
+    return stage_sizes(job.model.num_hidden_layers, job.parallelism.pp.num_stages, stated)
 
 
 def _slowest(schedule: Schedule, passes: Sequence[StagePasses]) -> tuple[int, float]:
@@ -113,8 +113,9 @@ def _slowest(schedule: Schedule, passes: Sequence[StagePasses]) -> tuple[int, fl
     return slowest, totals[slowest] / fmean(totals) - 1
 
 
-def fit_costs(sizes: Sequence[int], passes: Sequence[StagePasses], known: ModelCosts) -> ModelCosts:
+def fit_costs(sizes: Sequence[float], passes: Sequence[StagePasses], known: ModelCosts) -> ModelCosts:
     """Costs of parts that explain what each stage took; ``known`` gives what the stages alone can't tell."""
+    sizes = _weights(sizes, known)
     embedding_share, head_share = _shares(known)
     layer_s = _layer_seconds(sizes, [p.total_s for p in passes], embedding_share, head_share)
     slowness = [1.0] * len(sizes)
@@ -135,7 +136,15 @@ def fit_costs(sizes: Sequence[int], passes: Sequence[StagePasses], known: ModelC
         source="what the stages took",
         usable_bytes=known.usable_bytes,
         slowness=tuple(slowness) if any(slow != 1 for slow in slowness) else (),
+        attention=known.attention,
     )
+
+
+def _weights(sizes: Sequence[float], known: ModelCosts) -> list[float]:
+    """Layers of each stage by what they take: an attention and a feed-forward together are 1, each its share."""
+    share = known.attention or Share()
+    counts = [count_halves(halves) for halves in halves_of(sizes)]
+    return [min(a, f) + max(a - f, 0) * share.seconds + max(f - a, 0) * share.rest.seconds for a, f in counts]
 
 
 def _shares(known: ModelCosts) -> tuple[float, float]:
@@ -146,7 +155,7 @@ def _shares(known: ModelCosts) -> tuple[float, float]:
     return tuple((part.forward_s + part.backward_s) / layer_s for part in (known.embedding, known.head))  # pyright: ignore[reportReturnType]
 
 
-def _layer_seconds(sizes: Sequence[int], totals: Sequence[float], embedding: float, head: float) -> float:
+def _layer_seconds(sizes: Sequence[float], totals: Sequence[float], embedding: float, head: float) -> float:
     """Seconds of one layer: from the stages that hold nothing else, else from the first, else from the last."""
     between = [total / size for size, total in zip(sizes[1:-1], totals[1:-1], strict=True) if size]
     if between:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from threefold.cost.traffic import local_parameters
 from threefold.job.spec import Job
-from threefold.layout import Layout, split_layers
+from threefold.layout import Layout, split_halves
 from threefold.report.placement import Placement
 from threefold.schedule import Schedule, job_schedule
 
@@ -57,13 +57,13 @@ class Facts:
 
     @property
     def stages(self) -> tuple[range, ...] | None:
-        """The layers of each stage; None when the job states neither a model nor a list of layers."""
+        """The half layers of each stage; None when the job states neither a model nor a list of layers."""
         pipeline = self.job.parallelism.pp
         if self.job.model is not None:
-            return split_layers(self.job.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
+            return split_halves(self.job.model.num_hidden_layers, pipeline.num_stages, pipeline.partition)
         if isinstance(pipeline.partition, str):
             return None
-        return split_layers(sum(pipeline.partition), pipeline.num_stages, pipeline.partition)
+        return split_halves(int(sum(pipeline.partition)), pipeline.num_stages, pipeline.partition)
 
 
 def collect_facts(job: Job) -> Facts:

@@ -43,8 +43,19 @@ def _layer_words(facts: Facts, stages: Sequence[int]) -> str:
     if facts.stages is None:
         return f"L ({facts.job.parallelism.pp.partition} split)"
     held = [facts.stages[stage] for stage in stages]
-    words = "; ".join(format_integers(layers) for layers in held if layers)
-    return f"{words} ({sum(map(len, held))})" if words else "none"
+    words = "; ".join(_half_words(halves) for halves in held if halves)
+    return f"{words} ({sum(map(len, held)) / 2:g})" if words else "none"
+
+
+def _half_words(halves: range) -> str:
+    """``0-3``, and what the stage has of a layer that is cut: ``0-3, attention of 4``."""
+    whole = range(-(-halves.start // 2), halves.stop // 2)
+    words = [
+        f"feed-forward of {halves.start // 2}" if halves.start % 2 else "",
+        format_integers(whole) if whole else "",
+        f"attention of {halves.stop // 2}" if halves.stop % 2 else "",
+    ]
+    return ", ".join(word for word in words if word)
 
 
 def _ends(facts: Facts, stages: Sequence[int]) -> str:
