@@ -45,6 +45,13 @@ def test_the_network_is_that_of_the_text_or_one_of_the_usual_ones(tmp_path: Path
     assert sorted(one.nic_bytes_per_s for one in completed(tmp_path)) == [6.25e9, 12.5e9, 25e9]
 
 
+def test_unknown_heads_are_what_a_fused_softmax_takes_at_any_micro_batch(tmp_path: Path) -> None:
+    """120 heads of 120 are nearer to the usual width, but 15 a device are no multiple of four."""
+    unsaid = {"hidden": "14400", "ffn": "57600", "heads": "", "tp": "8"}
+    assert {one.shape["heads"] for one in completed(tmp_path, **unsaid)} == {96, 160}
+    assert {one.shape["heads"] for one in completed(tmp_path, **unsaid, gpu="H100")} == {96, 120}
+
+
 def test_a_model_that_is_only_named_has_the_shape_of_its_preset(tmp_path: Path) -> None:
     unsaid = dict.fromkeys(("layers", "hidden", "heads", "ffn", "vocab"), "")
     found = completed(tmp_path, model_name="LLAMA2-13B", n_gpus="8", gpu="H100", **unsaid)

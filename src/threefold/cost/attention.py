@@ -4,6 +4,14 @@ Forward takes 4·B·S²·H·K FLOPs (two multiplications), backward twice that; 
 hides does half. Without a fused kernel the B·H·S² scores pass through memory several times: written, masked and
 normalised, dropped, read. A fused kernel (Dao et al. 2022, 2023) keeps them on the chip and recomputes them in
 backward (5/2 of the forward's FLOPs).
+
+Stacks without one (Megatron-LM) scale, mask and normalise the scores in one kernel, which takes rows in fours: where
+micro batch × heads of a device is no multiple of four they fall back to separate operations of PyTorch, in fp32
+(FusedScaleMaskSoftmax.is_kernel_available, megatron/model/fused_softmax.py). Their multiplications, of all heads at
+once, use the tensor cores only where rows start on 16 bytes (NVIDIA, "Matrix Multiplication Background", tensor core
+requirements): heads whose width is no multiple of eight 16-bit numbers run on the fp32 units, an order of magnitude
+slower. BigScience met both (tr11-176B-ml/chronicles-prequel.md, "NHEADs comparison" and "Another round of NHEADS"): a
+model of width 13,824 takes 107 s with 96 heads and 147 s with 128.
 """
 
 from __future__ import annotations
@@ -12,6 +20,21 @@ import numpy as np
 
 from threefold.cost.case import Array, Case
 
+FUSED_ROWS = 4
+"""Rows that a block of the kernel for scale, mask and softmax takes."""
+
+SPLIT_FORWARD_BYTES = 32.0
+"""Bytes moved for a score besides the one kernel's 4, where softmax is split: to fp32 (6), scale (8), mask (8), softmax
+(8), to 16 bits (6)."""
+SPLIT_BACKWARD_BYTES = 34.0
+"""The same for the gradients of these five, besides the one kernel's 6: 6 + 8 + 8 + 6, and 12 of softmax, which reads
+two tensors."""
+SPLIT_KERNELS = 4.0
+"""Kernels that this starts besides, in each direction."""
+
+TENSOR_CORE_HEAD = 8
+"""16-bit numbers of the 16 bytes on which rows must start."""
+
 
 def attention_s(case: Case) -> tuple[Array, Array]:
     """Seconds of forward and of backward, one layer and microbatch on one device."""
@@ -19,6 +42,14 @@ def attention_s(case: Case) -> tuple[Array, Array]:
     plain = _plain_s(case)
     flash = np.asarray(case.constants.flash) > 0.5
     return np.where(flash, fused[0], plain[0]), np.where(flash, fused[1], plain[1])
+
+
+def splits_softmax(case: Case) -> Array:
+    """1 where scale, mask and softmax of the scores run as separate operations. The kernel's longest row has grown with
+    what people train on, and is no limit here."""
+    rows = case.strategies.micro_batch * case.shape.heads / case.strategies.tp
+    odd = (np.mod(rows, FUSED_ROWS) > 0) | (np.mod(case.shape.sequence, FUSED_ROWS) > 0)
+    return (odd & (np.asarray(case.constants.flash) <= 0.5)).astype(float)
 
 
 def _scores(case: Case) -> Array:
@@ -36,9 +67,15 @@ def _fused_s(case: Case) -> tuple[Array, Array]:
 
 
 def _plain_s(case: Case) -> tuple[Array, Array]:
-    shape, scores, best = case.shape, _scores(case), case.half_flops_per_s
+    shape, scores, constants = case.shape, _scores(case), case.constants
     # The multiplications of all heads run as one, so that no waves are lost between them.
-    flops = 4.0 * scores * shape.head_dim * (1 + case.constants.gemm_depth / shape.head_dim) / best
+    multiplied = 4.0 * scores * shape.head_dim
+    aligned = multiplied * (1 + constants.gemm_depth / shape.head_dim) / case.half_flops_per_s
+    # The fp32 units are so slow that the start of the inner loop does not count.
+    flops = np.where(np.mod(shape.head_dim, TENSOR_CORE_HEAD) > 0, multiplied / case.single_flops_per_s, aligned)
     # Of the bytes of scores, the forward pass moves two fifths: write, softmax in place, dropout, read.
-    moved = scores * case.constants.score_bytes / case.memory_bytes_per_s
-    return flops + 0.4 * moved, 2 * flops + 0.6 * moved
+    split = splits_softmax(case)
+    forward = 0.4 * constants.score_bytes + split * SPLIT_FORWARD_BYTES
+    backward = 0.6 * constants.score_bytes + split * SPLIT_BACKWARD_BYTES
+    moved = scores / case.memory_bytes_per_s
+    return flops + forward * moved, 2 * flops + backward * moved

@@ -108,6 +108,12 @@ class Case:
         return self.constants.matmul_efficiency * self.matmul_flops_per_s
 
     @cached_property
+    def single_flops_per_s(self) -> Array:
+        """The same on the fp32 units, without tensor cores."""
+        fp32 = np.full(len(self.strategies), FP32)
+        return self.constants.matmul_efficiency * self.machine.matmul_flops_per_s * self._speedup(fp32)
+
+    @cached_property
     def dense_flops_per_s(self) -> Array:
         """The same in the precision of the layers' matrices; 8 and 4 bits gain less than their peak promises."""
         code = self.strategies.precision

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from threefold.cost.attention import FUSED_ROWS
 from threefold.cost.hardware import Device, find_device
 from threefold.cost.known_runs import find_known
 from threefold.cost.runs import Run
@@ -71,7 +72,7 @@ def complete(run: Run) -> list[Configuration]:
     found = [
         Configuration(weight * share * chance, dims, strategy, device, devices, software, nic)
         for nic, chance in _networks(run, device, devices)
-        for dims, weight in _dimensions(run, device, degrees)
+        for dims, weight in _dimensions(run, device, software, degrees)
         for strategy, share in _strategies(run, device, software, degrees, dims)
     ]
     total = sum(one.weight for one in found)
@@ -143,7 +144,9 @@ def _degrees(run: Run) -> dict[str, float]:
     return {**degrees, "dp": dp}
 
 
-def _dimensions(run: Run, device: Device, degrees: Mapping[str, float]) -> Iterator[tuple[dict[str, float], float]]:
+def _dimensions(
+    run: Run, device: Device, software: str, degrees: Mapping[str, float]
+) -> Iterator[tuple[dict[str, float], float]]:
     if "moe" in run.text["arch_kind"].lower():
         yield from _expert_dimensions(run, device)
         return
@@ -156,7 +159,7 @@ def _dimensions(run: Run, device: Device, degrees: Mapping[str, float]) -> Itera
     heads = known.get("heads")
     ffn = known.get("ffn") or 4 * hidden
     for sequence, weight in _sequences(run, device):
-        for head_count, share in _heads(heads, hidden, degrees["tp"]):
+        for head_count, share in _heads(heads, hidden, degrees["tp"], software):
             base = {"hidden": hidden, "layers": layers, "heads": head_count, "ffn": ffn, "sequence": sequence}
             base["kv_heads"] = known.get("kv_heads") or _kv_heads(run, head_count)
             base["head_dim"] = hidden / head_count
@@ -207,11 +210,15 @@ def _layers_by_size(run: Run, hidden: float, vocab: float, stages: float) -> flo
     return max(1.0, round((billions * 1e9 - vocab * hidden) / (12 * hidden**2) / stages)) * stages
 
 
-def _heads(heads: float | None, hidden: float, tp: float) -> list[tuple[float, float]]:
-    """Heads about 128 wide that divide hidden and are shared evenly by tp."""
+def _heads(heads: float | None, hidden: float, tp: float, software: str) -> list[tuple[float, float]]:
+    """Heads about 128 wide that divide hidden and are shared evenly by tp; where softmax is a kernel that takes them in
+    fours, so many that it runs at any micro batch, if there are such.
+    """
     if heads is not None:
         return [(heads, 1.0)]
     options = [n for n in range(int(tp), 257, int(tp)) if hidden % n == 0]
+    if software in UNFUSED:
+        options = [n for n in options if n // tp % FUSED_ROWS == 0] or options
     options.sort(key=lambda n: abs(math.log(hidden / n / 128)))
     return [(float(n), 1 / len(options[:2])) for n in options[:2]] or [(max(1.0, hidden // 128), 1.0)]
 

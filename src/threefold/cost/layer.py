@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from threefold.cost.attention import attention_s
+from threefold.cost.attention import SPLIT_KERNELS, attention_s, splits_softmax
 from threefold.cost.case import Array, Case
 from threefold.cost.collectives import all_reduce_s, all_to_all_s, scatter_s
 from threefold.cost.elementwise import embedding_s, layer_backward_s, layer_forward_s, loss_s
@@ -17,6 +17,9 @@ from threefold.cost.gemm import linear_s
 
 DIRECTIONS = 3
 """Forward, input gradient, weight gradient."""
+
+LAYER_KERNELS = 25.0
+"""Kernels of a layer's forward pass in a stack without fused attention, which ``launch_s`` is the time to start of."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ def _at_least_launched(case: Case, *passes: Array) -> tuple[Array, ...]:
     """
     constants, tp = case.constants, case.strategies.tp
     # Every rank of a collective waits for the last one to start it: more ranks, longer.
-    host = constants.launch_s + 2 * constants.launch_collective_s * np.log2(tp)
+    kernels = 1 + SPLIT_KERNELS / LAYER_KERNELS * splits_softmax(case)
+    host = constants.launch_s * kernels + 2 * constants.launch_collective_s * np.log2(tp)
     floors = (host, 0.5 * host, 0.5 * host, host * case.full_recompute)
     serial = np.asarray(constants.serial_launch) > 0.5
 
