@@ -88,6 +88,10 @@ SYSTEMS: Sequence[System] = (
         _threefold("pp", f" {name}", axis="pp", schedule=name)
         for name in ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
     ),
+    *(
+        _threefold("pp", f" {name}, partition auto", axis="pp", schedule=name, partition="auto")
+        for name in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
+    ),
     _threefold("3d", " 1f1b", axis="3d", schedule="1f1b", processes=8),
     _threefold("3d", " 1f1b, ZeRO-1", axis="3d", schedule="1f1b", zero=1, processes=8),
 )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from threefold.job import Job, parse_job
+from threefold.plan.balance import resolve_partition
 from threefold.schedule import build_schedule
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
@@ -87,13 +88,17 @@ def balanced_cut(work: Work, ranks_of_stages: Sequence[int]) -> list[int]:
 
 
 def job_of(work: Work, *, dp: int = 1, tp: int = 1, pp: int = 1, **parallel: Any) -> Job:
-    """Threefold's job for this work. ``parallel``: zero, sequence_parallel, schedule."""
+    """Threefold's job for this work. ``parallel``: zero, sequence_parallel, schedule, partition.
+
+    Without a ``partition`` the stages are cut as those of all systems; "auto" is how threefold cuts them by itself.
+    """
     pipeline: dict[str, Any] = {"size": pp}
     if pp > 1:
         schedule = build_schedule(parallel["schedule"], pp, work.microbatches // dp)
         cut = balanced_cut(work, [schedule.stage_rank(stage) for stage in range(schedule.num_stages)])
-        pipeline |= {"schedule": parallel["schedule"], "chunks": schedule.num_chunks, "partition": cut}
-    return parse_job(
+        partition = parallel.get("partition", cut)
+        pipeline |= {"schedule": parallel["schedule"], "chunks": schedule.num_chunks, "partition": partition}
+    job = parse_job(
         {
             "model": {
                 "model_type": "llama",
@@ -124,3 +129,4 @@ def job_of(work: Work, *, dp: int = 1, tp: int = 1, pp: int = 1, **parallel: Any
             "replica_check": {"every": 0},
         }
     )
+    return resolve_partition(job)[0]
