@@ -66,6 +66,7 @@ def _threefold(mode: str, name: str, **options: Any) -> System:
 SYSTEMS: Sequence[System] = (
     System("dp", "ddp", "torch DDP", "torches:ddp"),
     _threefold("dp", "", axis="dp"),
+    _threefold("dp", ", layers compiled", axis="dp", compiled=True),
     _deepspeed("zero1", 1),
     _threefold("zero1", "", axis="dp", zero=1),
     _deepspeed("zero2", 2),
@@ -76,6 +77,7 @@ SYSTEMS: Sequence[System] = (
     _threefold("zero3", "", axis="dp", zero=3),
     System("tp", "dtensor", "DTensor", "torches:dtensor", {"sequence_parallel": False}),
     _threefold("tp", "", axis="tp"),
+    _threefold("tp", ", layers compiled", axis="tp", compiled=True),
     System("tp_sp", "dtensor", "DTensor", "torches:dtensor", {"sequence_parallel": True}),
     _threefold("tp_sp", "", axis="tp", sequence_parallel=True),
     System("pp", "bound", "no communication, no bubble, perfect balance", "bounds:part"),

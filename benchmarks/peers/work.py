@@ -88,7 +88,7 @@ def balanced_cut(work: Work, ranks_of_stages: Sequence[int]) -> list[int]:
 
 
 def job_of(work: Work, *, dp: int = 1, tp: int = 1, pp: int = 1, **parallel: Any) -> Job:
-    """Threefold's job for this work. ``parallel``: zero, sequence_parallel, schedule, partition.
+    """Threefold's job for this work. ``parallel``: zero, sequence_parallel, schedule, partition, compiled.
 
     Without a ``partition`` the stages are cut as those of all systems; "auto" is how threefold cuts them by itself.
     """
@@ -120,6 +120,7 @@ def job_of(work: Work, *, dp: int = 1, tp: int = 1, pp: int = 1, **parallel: Any
                 "pp": pipeline,
             },
             "zero_optimization": {"stage": parallel.get("zero", 0)},
+            "compile": {"enabled": parallel.get("compiled", False)},
             "optimizer": {
                 "type": "AdamW",
                 "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},

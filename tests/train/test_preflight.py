@@ -95,3 +95,14 @@ def test_of_two_runs_in_one_directory_the_second_is_refused(tmp_path: Path) -> N
     prepare_run_dir(tmp_path, small_job())
     with pytest.raises(JobError, match="holds another run"):
         prepare_run_dir(tmp_path, small_job())
+
+
+def test_compiling_for_cpus_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job = small_job(data={"train": str(tmp_path)}, compile={"enabled": True})
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(JobError, match=r"compile.enabled: torch.compile needs a C\+\+ compiler"):
+        check_before_start(job, 1)
+    monkeypatch.setattr("shutil.which", lambda name: name == "clang++" or None)
+    with pytest.raises(JobError) as caught:
+        check_before_start(job, 1)
+    assert "compile.enabled" not in str(caught.value)

@@ -74,7 +74,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "checkpoint.use_node_local_storage": "name a run directory on the disk that you want",
     "comet": "remove it; metrics are in metrics.jsonl and TensorBoard",
     "comms_logger": "remove it; `threefold explain` lists what each axis communicates",
-    "compile": "remove it: layers run as they are written",
     "compression_training": "remove it: weights are trained as they are",
     "csv_monitor": "remove it; metrics are in metrics.jsonl",
     "curriculum_learning": "remove it and set data.sequence_length to one length",

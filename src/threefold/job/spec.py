@@ -299,6 +299,15 @@ class ReplicaCheck(Section):
     every: StepsOrZero = Field(default=100, description="Steps between comparisons; 0 is never.")
 
 
+class Compile(Section):
+    """``torch.compile`` of each layer, what communicates and dropouts left out."""
+
+    enabled: bool = Field(default=False, description="Compile the layers in the first step.")
+    backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = Field(
+        default="inductor", description="Backend of torch.compile; the eager ones are for finding faults."
+    )
+
+
 class Watchdog(Section):
     """How long a silent wait may be."""
 
@@ -357,6 +366,7 @@ class Settings(Section):
     gradient_compression: GradientCompression = GradientCompression()
     gradient_clipping: NonNegative = Field(default=0.0, description="Largest global gradient norm; 0 is off.")
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    compile: Compile = Compile()
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
     evaluation: Evaluation = Evaluation()

@@ -197,11 +197,12 @@ class Rotary(nn.Module):
 
     def forward(self, x_BHSK: Tensor) -> Tensor:
         """Rotate each pair of channels by ``position * theta^(-2i/K)``."""
-        cos_SK, sin_SK = self._angles(x_BHSK)
+        cos_SK, sin_SK = self.angles(x_BHSK)
         first, second = x_BHSK.chunk(2, dim=-1)
         return x_BHSK * cos_SK + torch.cat((-second, first), dim=-1) * sin_SK
 
-    def _angles(self, x_BHSK: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, x_BHSK: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[S, K]`` of the positions, kept for the next call."""
         length = x_BHSK.shape[-2]
         cached = self._cached
         if cached is not None:

@@ -38,6 +38,7 @@ from threefold.parallel.stage import (
     Stage,
     TensorParallelPlan,
     build_stages,
+    compile_layers,
     defer_plain_linears,
     rank_parameters,
     ranks_of_ties,
@@ -234,6 +235,8 @@ def build_engine(job: Job, mesh: Mesh, dtype: torch.dtype | None = None) -> Engi
         stage.recompute_layers = recompute == "full"
         if recompute == "selective":
             recompute_modules(stage, "attention.core")
+        if job.compile.enabled:
+            compile_layers(stage, job.compile.backend)
     return Engine(stages, mesh, decoder_loss(spec, mesh), options)
 
 

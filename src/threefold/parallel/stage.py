@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from threefold.layout import Shard, Style, StyleRule, parameter_kind, rule_for, shard
+from threefold.models.decoder import Rotary
 from threefold.models.init import InitialValue
 from threefold.parallel.collectives import Group
 from threefold.parallel.deferred import DeferredGradients, WeightTask, run_weight_tasks
@@ -463,6 +464,25 @@ def recompute_modules(stage: Stage, pattern: str) -> None:
             if name and fnmatchcase(name, pattern):
                 parent, _, child = name.rpartition(".")
                 stage.parts[index].get_submodule(parent).register_module(child, Recomputed(module))
+
+
+_NOT_COMPILED = ((ColumnLinear, "forward"), (RowLinear, "forward"), (SampleDropout, "forward"), (Rotary, "angles"))
+
+
+def compile_layers(stage: Stage, backend: str) -> None:
+    """Compile each layer with ``torch.compile`` when it first runs; layers of one kind share what is compiled.
+
+    Layers that communicate, or leave their weight gradients for later, dropouts, whose masks are drawn by sample, and
+    what keeps something for the next call run as they are, between compiled pieces. That is said of their classes: were
+    it said of each module, every layer would be compiled anew.
+    """
+    for kind, method in _NOT_COMPILED:
+        function = getattr(kind, method)
+        if not hasattr(function, "_torchdynamo_disable"):
+            setattr(kind, method, torch.compiler.disable(function))
+    for name, part in zip(stage.part_names, stage.parts, strict=True):
+        if _LAYER_NAME.search(name):
+            part.compile(backend=backend, dynamic=False)
 
 
 def defer_plain_linears(stage: Stage, group: Group) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def check_before_start(job: Job, num_local_ranks: int) -> None:
 
     Raises JobError, and ScheduleError for a schedule file that spells no legal schedule.
     """
-    problems = check_trainable(job) + _wrong_schedule(job)
+    problems = check_trainable(job) + _wrong_schedule(job) + _missing_compiler(job)
     if not job.is_cpu:
         problems += missing_gpus(num_local_ranks)
     if job.model is not None and job.data is not None and job.data.train is not None:
@@ -52,6 +54,15 @@ def _wrong_schedule(job: Job) -> list[Problem]:
     except JobError as error:
         return list(error.problems)
     return []
+
+
+def _missing_compiler(job: Job) -> list[Problem]:
+    """For CPUs inductor writes C++; for GPUs it brings what it needs."""
+    needed = job.compile.enabled and job.compile.backend == "inductor" and job.is_cpu
+    if not needed or any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))):
+        return []
+    message = "torch.compile needs a C++ compiler for CPUs, and there is neither g++ nor clang++ nor what CXX names"
+    return [Problem("compile.enabled", message, "install g++, or set it to false")]
 
 
 def _wrong_data(job: Job) -> list[Problem]:
