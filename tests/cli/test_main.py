@@ -60,6 +60,28 @@ def test_a_wrong_job_is_told_in_words(verb: str, job_file: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_device_that_nobody_knows_is_told_by_check(job_file: Path) -> None:
+    cluster = '{"device": "h10", "nodes": 1, "devices_per_node": 2}'
+    result = threefold("check", str(job_file), "--set", f"cluster={cluster}")
+    assert result.returncode == 2
+    assert "h100" in result.stderr
+
+
+def test_parity_of_a_model_that_is_too_large_is_refused_at_once(job_file: Path) -> None:
+    result = threefold(
+        "parity",
+        str(job_file),
+        "--world",
+        "2",
+        "--set",
+        "model.num_hidden_layers=100000",
+        "--set",
+        "model.hidden_size=8192",
+    )
+    assert result.returncode == 2
+    assert "parity needs about" in result.stderr and "--shrink" in result.stderr
+
+
 def test_data_that_is_missing_ends_before_any_process_starts(job_file: Path, tmp_path: Path) -> None:
     result = threefold("train", str(job_file), "--run-dir", "run", cwd=tmp_path)
     assert result.returncode == 2

@@ -124,6 +124,7 @@ def test_plan_and_its_job_take_the_profile(runs: Runs) -> None:
     plans = json.loads(out)["plans"]
     # Eight microbatches of a stage of six layers, and one of the other stage.
     assert plans[0]["step_s"] == pytest.approx(8 * 6 + 6, rel=0.02)
+    assert plans[0]["mfu"] is None  # nobody states the peak of a CPU
     words = ("--profile", "profile.json", "--fix", "pp=2", "--fix", "micro_batch=1", "-o", "planned.json")
     status, _, err = runs.run("plan", "job.json", *words)
     assert status == 0, err

@@ -73,6 +73,14 @@ def test_zero_stages_hold_what_rajbhandari_et_al_say() -> None:
     assert total[3] < total[2]
 
 
+def test_zero_3_holds_two_whole_layers_in_a_pipeline_too() -> None:
+    """Each microbatch gathers layer by layer, and gradients are reduced as they are made."""
+    strategy = Strategies.build(dp=8, pp=4, num_microbatches=8, zero_stage=[2, 3], precision=1)
+    held = estimate(model("gpt2-xl"), 1024, machines(nodes=8), strategy).memory_bytes
+    assert held["parameters"][1] < 0.4 * held["parameters"][0]
+    assert held["gradients"][1] < 2 * held["gradients"][0]
+
+
 def test_activations_are_those_of_korthikanti_et_al() -> None:
     """34 B S D a layer without scores, all over t with sequence parallelism (equation 4); 2 B S D with full
     recompute."""

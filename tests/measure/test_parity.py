@@ -12,7 +12,16 @@ from tests.jobs import GPT2, LLAMA, small_job
 from threefold.errors import WorkerError
 from threefold.job import Job, relayout
 from threefold.measure.layouts import all_layouts, factorizations, parse_layout
-from threefold.measure.parity import EXACT, Difference, ParitySettings, compare_on_rank, run_parity, summarize
+from threefold.measure.parity import (
+    EXACT,
+    Difference,
+    ParitySettings,
+    bytes_needed,
+    compare_on_rank,
+    free_bytes,
+    run_parity,
+    summarize,
+)
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel import buckets as buckets_module
 from threefold.parallel import engine as engine_module
@@ -272,6 +281,15 @@ def test_one_layout_comes_under_schedules_with_several_stages_a_rank() -> None:
     stated = small_job(parallelism={"pp": {"schedule": "zb_v"}}, pp=2)
     assert "dp=1,tp=1,pp=2,schedule=zb_v" not in all_layouts(stated, 2)[0]
     assert parse_layout("pp=2,schedule=interleaved_1f1b,chunks=3")["chunks"] == 3
+    assert parse_layout("pp=2,partition=4.5+3.5")["partition"] == [4.5, 3.5]
+
+
+def test_the_memory_that_parity_takes_is_known_before() -> None:
+    job = small_job(dp=2)
+    assert job.model is not None
+    assert bytes_needed(job, "float64") == 2 * 8 * 3 * job.model.num_parameters
+    assert bytes_needed(job, "bfloat16") * 4 == bytes_needed(job, "float64")
+    assert (free_bytes() or 1) > 0
 
 
 def test_the_first_difference_is_the_first_that_happens() -> None:

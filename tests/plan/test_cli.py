@@ -91,6 +91,14 @@ def test_the_job_file_that_is_written_is_the_plan(cli: Cli, tmp_path: Path) -> N
     assert cli.json("plan", str(path))["plans"][0]["parallelism"] == sizes
 
 
+def test_a_written_job_says_what_training_still_needs(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    _, _, err = cli.run(*ARTICLE, "-o", str(path))
+    assert "To train it, state steps and data.train" in err
+    _, _, err = cli.run("plan", str(path), "--set", "steps=7", "--set", "data.train=tokens", "-o", str(path))
+    assert "To train it" not in err
+
+
 def test_a_job_is_replanned_and_written(cli: Cli, tmp_path: Path) -> None:
     path, again = tmp_path / "job.json", tmp_path / "again.json"
     cli.json(*ARTICLE, "-o", str(path))

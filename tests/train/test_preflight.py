@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import LLAMA, small_job
+from tests.jobs import GPT2, LLAMA, small_job
 from threefold.errors import JobError
 from threefold.job import load_job
 from threefold.train.preflight import (
     RESOLVED_JOB,
     check_before_start,
     check_one_machine,
+    crowded,
     prepare_run_dir,
     summarize,
 )
@@ -106,3 +107,11 @@ def test_compiling_for_cpus_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(JobError) as caught:
         check_before_start(job, 1)
     assert "compile.enabled" not in str(caught.value)
+
+
+def test_many_ranks_on_a_core_are_remarked_upon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert crowded(small_job(dp=8)) == []
+    (note,) = crowded(small_job(GPT2 | {"num_hidden_layers": 4}, dp=4, pp=4))
+    assert note.startswith("16 ranks share 2 cores")
+    assert crowded(small_job(dp=4, pp=2, cluster=GPU_NODES)) == []

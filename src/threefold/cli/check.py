@@ -23,6 +23,10 @@ def check(job: Path, set_: Sequence[str] = ()) -> None:
         from threefold.schedule import job_schedule
 
         job_schedule(loaded.job)
+    if loaded.job.cluster is not None and not loaded.job.is_cpu:
+        from threefold.cost.hardware import build_hardware
+
+        build_hardware(loaded.job.cluster)  # refuses a device that nobody knows
     print(f"OK {job}: {_describe_model(loaded.job.model)}{_describe_layout(loaded.job)}")
     for note in loaded.notes:
         print(f"note: {note}")

@@ -39,7 +39,7 @@ ProfileFile = Annotated[
 ]
 PartitionWords = Annotated[
     str | None,
-    typer.Option("--partition", metavar="COUNTS", help="Layers of each stage, like 3,3,2,4; or even, or auto."),
+    typer.Option("--partition", metavar="COUNTS", help="Layers of each stage: 3,3,2,4 or 4.5,3.5; or even, or auto."),
 ]
 
 

@@ -36,6 +36,7 @@ def parity(
     loaded = load_job(job, set_)
     _check_sections(loaded)
     jobs, skipped = _choose_layouts(loaded, world, layout, shrink)
+    _check_memory(jobs, dtype)
 
     import json
 
@@ -81,6 +82,20 @@ def _check_sections(job: Job) -> None:
     if missing:
         fix = "add the section {}; parity makes up its own tokens, but needs the model and data.sequence_length"
         raise JobError([Problem(name, "is missing", fix.format(name)) for name in missing])
+
+
+def _check_memory(jobs: Mapping[str, Job], dtype: str) -> None:
+    """Refuse a model that would fill this machine's memory, before the kernel ends what it likes."""
+    from threefold.errors import JobError, Problem
+    from threefold.measure.parity import bytes_needed, free_bytes
+
+    needed, free = max(bytes_needed(job, dtype) for job in jobs.values()), free_bytes()
+    if free is not None and needed > free:
+        message = (
+            f"parity needs about {needed / 1e9:,.0f} GB for a model of this size, and {free / 1e9:,.1f} GB are free"
+        )
+        fix = "add --shrink, or a smaller one: --set model.num_hidden_layers=2"
+        raise JobError([Problem("model", message, fix)])
 
 
 def _not_compared(job: Job) -> list[str]:

@@ -26,7 +26,7 @@ def with_partition(set_: Sequence[str], partition: str | None) -> list[str]:
         return list(set_)
     text = partition.replace(" ", "").strip("[]")
     if text not in ("even", "auto") and not re.fullmatch(r"\d{1,9}(\.[05])?([,+]\d{1,9}(\.[05])?)*", text):
-        fix = "write the layers of each stage like --partition 3,3,2,4, or even, or auto"
+        fix = "write the layers of each stage like --partition 3,3,2,4 or 4.5,3.5 (halves only), or even, or auto"
         raise JobError([Problem("--partition", f"{partition!r} is no partition", fix)])
     value = text if text in ("even", "auto") else f"[{text.replace('+', ',')}]"
     return [*set_, f"parallelism.pp.partition={value}"]

@@ -261,6 +261,12 @@ def _show(result: PlanResult, json_: bool) -> None:
 
 def _write(path: Path, settings: Mapping[str, Any]) -> None:
     import json
+    import sys
+
+    from threefold.job.keys import MISSING, lookup
 
     write_output("-o", path, json.dumps(settings, indent=2) + "\n")
     say_written(path)
+    missing = [key for key in ("steps", "data.train") if lookup(settings, key) is MISSING]
+    if missing:
+        print(f"To train it, state {' and '.join(missing)}: in the file, or with --set.", file=sys.stderr)

@@ -180,7 +180,7 @@ def _torchrun_run_dir(job_file: Path) -> Path:
 def _begin_run(loaded: Loaded, run_dir: Path, profile: Path | None, write: bool = True) -> Job:
     """The job as it runs; with ``write`` its directory is made, and what is about to happen is said."""
     from threefold.cli.partition import SCHEDULE_FILE, searched
-    from threefold.train.preflight import prepare_run_dir, summarize
+    from threefold.train.preflight import crowded, prepare_run_dir, summarize
 
     job, schedule, found = searched(loaded.job, profile, run_dir)
     if not write:
@@ -190,6 +190,6 @@ def _begin_run(loaded: Loaded, run_dir: Path, profile: Path | None, write: bool 
         (run_dir / SCHEDULE_FILE).write_text(schedule)
     if profile is not None:  # what the run was planned with stays with it, for `threefold timeline`
         (run_dir / PROFILE_COPY).write_bytes(profile.read_bytes())
-    for line in (*(f"note: {note}" for note in (*loaded.notes, *found)), summarize(job, run_dir)):
+    for line in (*(f"note: {note}" for note in (*loaded.notes, *found, *crowded(job))), summarize(job, run_dir)):
         print(line, file=sys.stderr, flush=True)
     return job

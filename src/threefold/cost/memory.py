@@ -72,12 +72,14 @@ def _states(case: Case, layers: Array, parameters: DeviceParameters) -> dict[str
         expert = parameters.expert / np.where(sharded, np.maximum(group // strategies.ep, 1), 1)
         return (dense + expert) * per_parameter
 
-    # Stage 3 holds two whole layers besides its shard, the one at work and the one being gathered; in a pipeline all.
-    gathered = np.where(strategies.pp > 1, parameters.total, 2 * parameters.total / np.maximum(layers, 1))
+    # Stage 3 holds two whole layers besides its shard, the one at work and the one being gathered. In a pipeline FSDP
+    # keeps all of them between microbatches, and their gradients in fp32; threefold gathers for each microbatch.
+    kept_whole = fsdp & (strategies.pp > 1)
+    gathered = np.where(kept_whole, parameters.total, 2 * parameters.total / np.maximum(layers, 1))
     whole = np.where((strategies.zero_stage >= 3) & (strategies.dp * strategies.cp > 1), gathered, 0.0)
     return {
         "parameters": np.where(strategies.offload_param, 0.0, kept(parameter_bytes, 3)) + 2.0 * whole,
-        "gradients": kept(gradient_bytes, 2) + np.where(strategies.pp > 1, 4.0, 1.0) * whole,
+        "gradients": kept(gradient_bytes, 2) + np.where(kept_whole, 4.0, 1.0) * whole,
         "optimizer": np.where(strategies.offload_optimizer, 0.0, kept(optimizer_bytes, 1)),
     }
 

@@ -25,8 +25,8 @@ def _truth(text: str) -> bool:
     return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
 
 
-def _counts(text: str) -> list[int]:
-    return [int(part) for part in text.split("+")]
+def _counts(text: str) -> list[float]:
+    return [float(part) for part in text.split("+")]
 
 
 _READERS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
@@ -36,7 +36,7 @@ _READERS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("schedule", "schedule", str, "the name of a schedule"),
     ("chunks", "chunks", _whole, "a whole number, 1 or more"),
     ("sequence_parallel", "sequence_parallel", _truth, "true or false"),
-    ("partition", "partition", _counts, "layers of each stage joined by +, like 4+3"),
+    ("partition", "partition", _counts, "layers of each stage joined by +, like 4+3 or 4.5+2.5"),
     (
         "order",
         "order",

@@ -12,6 +12,7 @@ percents in bfloat16, the loss and the norm, which average over many, by far les
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -357,3 +358,19 @@ def summarize(layout: str, found: Sequence[Difference], tolerance: Tolerance) ->
     return LayoutResult(
         layout, worst("loss"), worst("norm"), worst("gradient"), worst("value"), first, ok=not differences
     )
+
+
+def bytes_needed(job: Job, dtype: str) -> int:
+    """What comparing ``job`` with one process takes at least: its parameters and gradients, and those of all ranks."""
+    assert job.model is not None, "the caller looks"
+    element = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
+    return 2 * element * job.model.num_parameters * (1 + job.dp)
+
+
+def free_bytes() -> int | None:
+    """Memory that this machine has free for programs; None where it does not tell."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    found = re.search(r"^MemAvailable: +(\d+) kB", path.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -66,7 +66,7 @@ def _played_by_profile(job: Job, one: Plan, profile: Profile) -> Plan:
         step_s_high=one.step_s_high * ratio,
         tokens_per_s=one.tokens_per_s / ratio,
         tflops_per_gpu=one.tflops_per_gpu / ratio,
-        mfu=one.mfu / ratio,
+        mfu=None if one.mfu is None else one.mfu / ratio,
         compute_s=compute_s,
         bubble_s=max(0.0, timeline.makespan_s - float((timeline.compute_s + timeline.step_s).max())),
         bubble_fraction=timeline.bubble_fraction,

@@ -23,7 +23,7 @@ from threefold.cost.profile import Profile
 from threefold.errors import JobError
 from threefold.job import Job
 from threefold.layout import Partition, count_halves, halves_of, stage_sizes
-from threefold.plan.wording import format_gigabytes, format_seconds
+from threefold.plan.wording import format_seconds
 from threefold.schedule import Kind, Schedule, job_schedule
 from threefold.simulate import StepCosts, Timeline, simulate
 from threefold.simulate.search import search
@@ -193,6 +193,8 @@ class Balance:
             return "There are more stages than layers, so there is no even split."
         if self.partition == self.even:
             return "That is the even split: no other promises 1 % more tokens/s."
+        if self.gain < 0:
+            return f"The even split {format_partition(self.even)} would be faster, but holds more memory."
         return f"The even split {format_partition(self.even)} would take {self.gain:.1%} longer."
 
     def _halves(self) -> str:
@@ -203,8 +205,7 @@ class Balance:
     def _memory(self) -> str:
         if self.fits or self.costs.usable_bytes is None:
             return ""
-        usable = format_gigabytes(self.costs.usable_bytes)
-        return f" By these costs no split fits into the {usable} of a device; this one holds the least."
+        return " By these costs no split fits into a device; this one holds the least."
 
 
 def format_partition(partition: Sequence[float], most: int = 12) -> str:

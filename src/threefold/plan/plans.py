@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from threefold.cost.estimate import Estimates, estimate
+from threefold.cost.measured import CPU
 from threefold.cost.strategies import (
     ORDER_CODES,
     PARTITION_CODES,
@@ -42,7 +43,7 @@ class Plan:
     step_s_high: float
     tokens_per_s: float
     tflops_per_gpu: float
-    mfu: float
+    mfu: float | None
     compute_s: float
     bubble_s: float
     optimizer_s: float
@@ -126,7 +127,9 @@ def predict(question: Question, strategies: Strategies) -> list[Plan]:
     if not len(strategies):
         return []
     found = estimate(question.model, question.sequence_length, question.hardware, strategies)
-    return [_plan(strategies.take([index]), found, index) for index in range(len(strategies))]
+    plans = [_plan(strategies.take([index]), found, index) for index in range(len(strategies))]
+    # Nobody states the peak of a CPU, and a profile knows only what the layers of one job reached.
+    return [replace(plan, mfu=None) for plan in plans] if question.hardware.device.name == CPU else plans
 
 
 def _plan(strategy: Strategies, found: Estimates, index: int) -> Plan:

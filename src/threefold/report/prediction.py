@@ -32,9 +32,10 @@ def _step_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     exposed = {axis: seconds for axis, seconds in plan.exposed_comm_s.items() if seconds > 0}
     by_axis = ", ".join(f"{axis} {format_seconds(seconds)}" for axis, seconds in exposed.items())
     speed = f"{plan.tokens_per_s:,.0f} tokens/s"
+    mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
     return (
         ("optimizer step", format_seconds(plan.step_s), interval),
-        ("speed", speed, f"{format_count(int(plan.tflops_per_gpu * 1e12))}FLOP/s a device, MFU {percent(plan.mfu)}"),
+        ("speed", speed, f"{format_count(int(plan.tflops_per_gpu * 1e12))}FLOP/s a device{mfu}"),
         ("bubble", percent(plan.bubble_fraction), "of the step, on the busiest device"),
         ("communication that nothing hides", format_seconds(sum(exposed.values())), by_axis or "none"),
     )

@@ -16,6 +16,8 @@ RESOLVED_JOB = "job.json"
 """The job as it runs, with every default and every derived number filled in; written into the run directory."""
 
 
+RANKS_OF_A_CORE = 4
+"""More CPU ranks than this on each core are remarked upon."""
 BOARD_PREFIX = "activity"
 """How the names of activity boards begin."""
 
@@ -126,6 +128,16 @@ def _occupied(run_dir: Path, names: Sequence[str]) -> Problem:
 def _unwritable(run_dir: Path, error: OSError) -> Problem:
     message = f"can't write into {str(run_dir)!r}: {error.strerror}"
     return Problem("--run-dir", message, "state --run-dir with a directory that you may write to")
+
+
+def crowded(job: Job) -> list[str]:
+    """A note where many ranks share a core: that shows that a job is right, not how fast it is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    nodes = job.cluster.nodes if job.cluster and "LOCAL_WORLD_SIZE" in os.environ else 1
+    ranks = job.world_size // nodes
+    if not job.is_cpu or ranks <= RANKS_OF_A_CORE * cores:
+        return []
+    return [f"{ranks} ranks share {cores} cores: each is that much slower, and so is starting them"]
 
 
 def summarize(job: Job, run_dir: Path) -> str:

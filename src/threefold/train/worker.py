@@ -38,10 +38,9 @@ def run_worker(job: Job, run_dir: Path, times_of: TimesOf | None = None, profile
     amounts to; without it none is kept. ``profiled`` steps are traced. Raises WorkerError when a peer is lost.
     """
     rank = int(os.environ["RANK"])
-    stop = StopRequest()
-    with stop.listening(), _activity(job, rank, run_dir) as activity:
+    with _activity(job, rank, run_dir) as activity:
         try:
-            summary = _train(job, rank, run_dir, activity, stop, times_of, profiled)
+            summary = _train(job, rank, run_dir, activity, times_of, profiled)
         except Exception as error:
             activity.finish("failed", " ".join(str(error).split()) or repr(error))
             raise
@@ -54,7 +53,6 @@ def _train(
     rank: int,
     run_dir: Path,
     activity: ActivityLog,
-    stop: StopRequest,
     times_of: TimesOf | None,
     profiled: ProfiledSteps | None,
 ) -> TrainSummary:
@@ -64,7 +62,9 @@ def _train(
         mesh = build_job_mesh(job, rank, device, activity)
         engine = build_engine(job, mesh)
         sources = open_sources(job)
+        stop = StopRequest()
         with (
+            stop.listening(),  # until here a signal ends a rank at once: it may wait for peers that never come
             _metrics(job, rank, run_dir) as metrics,
             _observer(job, engine, times_of, run_dir) as observer,
             StepProfiler(profiled, run_dir, mesh) if profiled else nullcontext() as profiler,
