@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from threefold.errors import WorkerError
 from threefold.measure.parity import ParitySettings, run_parity
 from threefold.measure.worker_pool import WorkerContext, WorkerPool
 from threefold.parallel import shared as module
+from threefold.parallel import shared_files
 from threefold.parallel.shared import CHUNK_BYTES, NUM_SLOTS, SharedMemory, open_shared_memory
 
 SIZES = (0, 1, 24, 1000, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 24, 5 * CHUNK_BYTES // 4 + 240)
@@ -52,6 +56,44 @@ def compare(context: WorkerContext, dtype: torch.dtype) -> None:
         part = torch.empty(numel, dtype=dtype)
         shared.reduce_scatter(part, gathered.clone().mul_(context.rank + 1)).wait()
         torch.testing.assert_close(part, expected.view(ranks, -1)[context.rank] * sum(range(1, ranks + 1)))
+
+
+def begin_many(context: WorkerContext, late: int, numel: int, kind: str) -> None:
+    """More exchanges than there are slots, begun before the first is waited for, while one rank is late with some."""
+    shared, ranks, count = memory(context), context.world_size, 3 * NUM_SLOTS
+    own = [torch.full((numel * ranks,), float((context.rank + 1) * 10**number % 9973)) for number in range(count)]
+    everyones = [[float((rank + 1) * 10**number % 9973) for rank in range(ranks)] for number in range(count)]
+    parts = [torch.empty(numel) for _ in range(count)]
+    wholes = [torch.empty(numel * ranks * ranks) for _ in range(count)]
+    pending = []
+    for number, tensor in enumerate(own):
+        if context.rank == late and number in (NUM_SLOTS, 2 * NUM_SLOTS + 1):
+            time.sleep(0.3)
+        match kind:
+            case "all_reduce":
+                pending.append(shared.all_reduce(tensor))
+            case "reduce_scatter":
+                pending.append(shared.reduce_scatter(parts[number], tensor))
+            case _:
+                pending.append(shared.all_gather(wholes[number], tensor))
+    for transfer in pending if context.rank % 2 else reversed(pending):
+        transfer.wait()
+    for number in range(count):
+        match kind:
+            case "all_reduce":
+                assert own[number].unique().tolist() == [sum(everyones[number])], number
+            case "reduce_scatter":
+                assert parts[number].unique().tolist() == [sum(everyones[number])], number
+            case _:
+                assert wholes[number].view(ranks, -1)[:, 0].tolist() == everyones[number], number
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("numel", [10, CHUNK_BYTES // 4])
+def test_a_rank_that_is_late_gets_what_the_others_get(pool: WorkerPool, ranks: int, kind: str, numel: int) -> None:
+    for late in range(ranks):
+        pool.run(begin_many, ranks, late, numel, kind)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -134,11 +176,11 @@ def at(context: WorkerContext, place: str) -> bool:
     """Whether ``place`` serves for shared memory."""
     world = dist.group.WORLD
     assert world is not None
-    module.PLACE, kept = Path(place), module.PLACE
+    shared_files.PLACE, kept = Path(place), shared_files.PLACE
     try:
         return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
     finally:
-        module.PLACE = kept
+        shared_files.PLACE = kept
 
 
 def test_nothing_is_left_behind(pool: WorkerPool, tmp_path: Path) -> None:
@@ -150,7 +192,7 @@ def full_at(context: WorkerContext, free: int) -> bool:
     """Whether a group of all ranks gets shared memory when that much is free."""
     world = dist.group.WORLD
     assert world is not None
-    usage = shutil.disk_usage(module.PLACE)
+    usage = shutil.disk_usage(shared_files.PLACE)
     kept, module.shutil.disk_usage = shutil.disk_usage, lambda _: usage._replace(free=free)
     try:
         return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
@@ -162,6 +204,39 @@ def test_at_most_half_of_what_is_free_is_taken(pool: WorkerPool) -> None:
     needed = 2 * CHUNK_BYTES * NUM_SLOTS
     assert pool.run(full_at, 2, 2 * needed) == [True, True]
     assert pool.run(full_at, 2, 2 * needed - 1) == [False, False]
+
+
+def with_few_files(context: WorkerContext, free: int) -> bool:
+    """Whether a group of all ranks gets shared memory when rank 1 may open only so many files more."""
+    world = dist.group.WORLD
+    assert world is not None
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if context.rank == 1:
+        used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, limits[1]))
+    try:
+        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_go_without_where_one_has_no_files_left(pool: WorkerPool, ranks: int) -> None:
+    assert pool.run(with_few_files, ranks, 100) == [True] * ranks
+    assert pool.run(with_few_files, ranks, 3) == [False] * ranks
+
+
+def test_what_killed_ranks_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_files, "PLACE", tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    own, orphaned, living = (shared_files.directory_of(pid, 1) for pid in (os.getpid(), gone.pid, os.getppid()))
+    other = tmp_path / "threefold-thesis"
+    for directory in (own, orphaned, living, other):
+        directory.mkdir()
+        (directory / "slots0").write_text("")
+    shared_files.sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([living, other])
 
 
 def test_large_groups_stay_with_the_backend(pool: WorkerPool) -> None:

@@ -10,7 +10,9 @@ Sums are the same bits on every rank. On gloo's loopback sockets the same exchan
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import secrets
 import select
 import shutil
@@ -27,10 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PLACE = Path("/dev/shm")
+from threefold.parallel.shared_files import PARENT_VARIABLE, directory_of
+
 CHUNK_BYTES, NUM_SLOTS = 512 * 1024, 4
 MOST_RANKS = 16
 """Of a group: each of its ranks holds four files for every other one, and a process may often open only 1,024."""
+_FILES_LEFT = 32
+"""Files that a process must still be able to open besides those of shared memory."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Adds (or takes the maximum of) the second tensor into the first."""
@@ -65,28 +70,38 @@ class Transfer:
 class SharedMemory:
     """The exchanges of one group, in the order in which they are begun, which must be the same on all ranks."""
 
-    def __init__(self, directory: Path, index: int, size: int, barrier: Callable[[], None]) -> None:
-        """``directory``, the same for all ranks, has what ``_reserve`` makes; ``barrier`` waits for all ranks."""
-        self.index, self.size = index, size
+    def __init__(self, directory: Path, index: int, size: int) -> None:
+        """``directory``, the same for all ranks, has what ``_reserve`` makes. All ranks must open it, step by step."""
+        self.directory, self.index, self.size = directory, index, size
         self.others = [(index + step) % size for step in range(1, size)]
+        self._slots: list[list[Tensor]] = []
+        self._ready_in: list[int] = []
+        self._free_in: list[int] = []
+        self._ready_out: list[int] = []
+        self._free_out: list[int] = []
+        self._open: deque[Transfer] = deque()
+        self._num_written = self._num_read = self._num_freed = 0
+        fds = (self._ready_in, self._free_in, self._ready_out, self._free_out)
+        self.close = weakref.finalize(self, lambda: [os.close(fd) for each in fds for fd in each])
+
+    def open_slots_and_readers(self) -> None:
+        """The first step. Raises OSError or RuntimeError."""
+        _spare_files(4 * len(self.others))
         num_bytes = CHUNK_BYTES * NUM_SLOTS
         files = [
-            torch.from_file(str(directory / f"slots{rank}"), shared=True, size=num_bytes, dtype=torch.uint8)
-            for rank in range(size)
+            torch.from_file(str(self.directory / f"slots{rank}"), shared=True, size=num_bytes, dtype=torch.uint8)
+            for rank in range(self.size)
         ]
         self._slots = [
             [file[start : start + CHUNK_BYTES] for file in files] for start in range(0, num_bytes, CHUNK_BYTES)
         ]
-        self._ready_in = [_open_reader(directory / f"ready{other}to{index}") for other in self.others]
-        self._free_in = [_open_reader(directory / f"free{other}to{index}") for other in self.others]
-        barrier()  # a FIFO can be opened for writing once it has a reader
-        self._ready_out = [os.open(directory / f"ready{index}to{other}", os.O_WRONLY) for other in self.others]
-        self._free_out = [os.open(directory / f"free{index}to{other}", os.O_WRONLY) for other in self.others]
-        barrier()
-        fds = [*self._ready_in, *self._free_in, *self._ready_out, *self._free_out]
-        weakref.finalize(self, lambda: [os.close(fd) for fd in fds])
-        self._open: deque[Transfer] = deque()
-        self._num_written = self._num_read = self._num_freed = 0
+        for token, fds in (("ready", self._ready_in), ("free", self._free_in)):
+            fds += [_open_reader(self.directory / f"{token}{other}to{self.index}") for other in self.others]
+
+    def open_writers(self) -> None:
+        """The second: a FIFO can be opened for writing once it has a reader. Raises OSError."""
+        for token, fds in (("ready", self._ready_out), ("free", self._free_out)):
+            fds += [os.open(self.directory / f"{token}{self.index}to{other}", os.O_WRONLY) for other in self.others]
 
     # What is exchanged. All tensors are contiguous. ``data``: autograd does not see what arrives, as with a backend.
 
@@ -105,9 +120,13 @@ class SharedMemory:
             if self.size == 2:  # in either order it is the same
                 combine(piece, _values(slots[self.others[0]], piece))
                 return
-            piece.copy_(_values(slots[0], piece))
-            for slot in slots[1:]:
-                combine(piece, _values(slot, piece))
+            # In one order on all ranks. Its own part a rank has here: in its slot there may be a later chunk already,
+            # since a slot is written again once the others have read it.
+            parts = [piece if rank == self.index else _values(slot, piece) for rank, slot in enumerate(slots)]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                combine(total, part)
+            piece.copy_(total)
 
         return self._begin(len(pieces), write, read)
 
@@ -264,45 +283,67 @@ def _put(fds: Sequence[int]) -> None:
 def open_shared_memory(handle: dist.ProcessGroup, ranks: Sequence[int], index: int) -> SharedMemory | None:
     """Shared memory of these ranks, or None where they can't have it. All of them must call this.
 
-    They can't where they are not all on one machine, are more than ``MOST_RANKS``, or would take more than half of the
-    shared memory that is free.
+    They can't where they are not all on one machine, are more than ``MOST_RANKS``, would take more than half of the
+    shared memory that is free, or too many of the files that a process may open.
     """
     if len(ranks) > MOST_RANKS:
         return None
 
-    def barrier() -> None:
-        dist.barrier(group=handle)
+    def everywhere(step: Callable[[], None]) -> bool:
+        """Whether a step succeeds on all ranks; nobody goes on before that is known."""
+        done = torch.tensor([int(_succeeds(step))])
+        dist.all_reduce(done, dist.ReduceOp.MIN, group=handle)
+        return bool(int(done))
 
-    name = torch.tensor([secrets.randbits(62)])
+    parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
+    name = torch.tensor([parent, secrets.randbits(62)])
     dist.broadcast(name, ranks[0], group=handle)
-    directory = PLACE / f"threefold-{int(name):x}"
-    if index == 0:
-        _reserve(directory, len(ranks))
-    barrier()
-    sees = torch.tensor([int(directory.is_dir())])  # another machine, or another container, does not
-    dist.all_reduce(sees, dist.ReduceOp.MIN, group=handle)
+    directory = directory_of(int(name[0]), int(name[1]))
+    memory = SharedMemory(directory, index, len(ranks))
+    steps = (
+        lambda: _reserve(directory, len(ranks)) if index == 0 else None,
+        memory.open_slots_and_readers,  # another machine, or another container, does not see them
+        memory.open_writers,
+    )
     try:
-        return SharedMemory(directory, index, len(ranks), barrier) if int(sees) else None
+        if all(everywhere(step) for step in steps):
+            return memory
+        memory.close()
+        return None
     finally:
         if index == 0:  # everybody has opened everything: nothing is left behind, however the processes end
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _succeeds(step: Callable[[], None]) -> bool:
+    try:
+        step()
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def _spare_files(needed: int) -> None:
+    """Raise OSError where this process could hardly open a file more after ``needed`` others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (
+        limit != resource.RLIM_INFINITY
+        and sum(1 for _ in Path("/proc/self/fd").iterdir()) + needed + _FILES_LEFT > limit
+    ):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 def _reserve(directory: Path, size: int) -> None:
-    """Make the slots and FIFOs of all ranks, or nothing where the machine has no room for them.
+    """Make the slots and FIFOs of all ranks. Raises OSError where the machine has no room for them.
 
     Containers often have 64 MB of shared memory; writing to more than there is would kill the process, this or another.
     """
-    try:
-        free = shutil.disk_usage(PLACE).free
-        if 2 * size * CHUNK_BYTES * NUM_SLOTS > free:  # other programs need some too
-            return
-        directory.mkdir()
-        for rank in range(size):
-            with (directory / f"slots{rank}").open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, CHUNK_BYTES * NUM_SLOTS)
-        for one, other in permutations(range(size), 2):
-            for token in ("ready", "free"):
-                os.mkfifo(directory / f"{token}{one}to{other}")
-    except OSError:
-        shutil.rmtree(directory, ignore_errors=True)
+    if 2 * size * CHUNK_BYTES * NUM_SLOTS > shutil.disk_usage(directory.parent).free:  # other programs need some too
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    directory.mkdir()
+    for rank in range(size):
+        with (directory / f"slots{rank}").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, CHUNK_BYTES * NUM_SLOTS)
+    for one, other in permutations(range(size), 2):
+        for token in ("ready", "free"):
+            os.mkfifo(directory / f"{token}{one}to{other}")

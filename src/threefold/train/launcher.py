@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from threefold.errors import WorkerError
 from threefold.parallel.activity import ActivityBoard, State
+from threefold.parallel.shared_files import PARENT_VARIABLE, sweep
 from threefold.train.failures import Exit, explain_exits
 from threefold.train.watchdog import FAILURE_FILE, Diagnosis, diagnose, patience_s, process_state, read_failure
 
@@ -31,8 +32,6 @@ BOARD_VARIABLE = "THREEFOLD_BOARD"
 """Environment variable of a rank: path of the activity board."""
 STORE_VARIABLE = "THREEFOLD_STORE"
 """Environment variable of a rank: path of the file through which ranks find each other (a torch ``FileStore``)."""
-PARENT_VARIABLE = "THREEFOLD_PARENT"
-"""Environment variable of a rank: process number of the launcher, with which the rank dies."""
 
 MALLOC_TUNABLES = ":".join(
     f"glibc.malloc.{name}={value}"
@@ -97,6 +96,7 @@ def launch(
             return supervisor.run()
         finally:
             workers.close(supervisor.patience.kill_s)
+            sweep()
 
 
 def die_with_parent() -> None:
