@@ -186,3 +186,10 @@ def test_a_planned_job_gets_the_measured_cut_where_the_profile_is_of_its_work() 
     other = job_of(train_micro_batch_size_per_gpu=2)
     unchanged = json.loads(other.to_json())
     assert balanced_job(unchanged, profile) == unchanged
+
+
+def test_a_profile_in_which_layers_take_no_time_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(small_profile(small_job(), layer_s=0.0).to_json())
+    with pytest.raises(JobError, match="a layer takes no time"):
+        read_profile(path)

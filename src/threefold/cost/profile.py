@@ -169,6 +169,8 @@ def read_profile(path: Path, job: Job | None = None) -> Profile:
         raise JobError([_unreadable(path, message)]) from None
     if profile.fingerprint != profile.workload.fingerprint:
         raise JobError([_unreadable(path, "states another workload than it was measured with")])
+    if not profile.layer.forward_s.median + profile.layer.backward_s.median:
+        raise JobError([_unreadable(path, "states that a layer takes no time")])
     if job is not None:
         check_profile(profile, job)
     return profile

@@ -115,7 +115,8 @@ def _partition_counts(file: JobFile) -> Iterator[Problem]:
     stages, partition = pipeline.size * num_chunks(file), pipeline.partition
     if isinstance(partition, str):
         return
-    layers = file.model.num_hidden_layers if file.model else math.ceil(sum(partition))
+    placed = sum(partition)
+    layers = file.model.num_hidden_layers if file.model else math.ceil(placed)
     fix = f"give {stages} counts of 0 or more that sum to {layers}{_even_counts(layers, stages)}"
     shown = show(list(partition))
     if len(partition) != stages:
@@ -124,8 +125,9 @@ def _partition_counts(file: JobFile) -> Iterator[Problem]:
         yield Problem(PARTITION, f"{shown} cuts a layer elsewhere than between attention and feed-forward", fix)
     if any(count < 0 for count in partition):  # 0 is a stage of the embedding or the head alone
         yield Problem(PARTITION, f"{shown} gives a stage {min(partition)} layers", fix)
-    if sum(partition) != layers:
-        yield Problem(PARTITION, f"{shown} places {sum(partition)} layers, but the model has {layers}", fix)
+    if placed != layers:
+        has = f"the model has {layers}" if file.model else "a model has a whole number of them"
+        yield Problem(PARTITION, f"{shown} places {placed:g} layers, but {has}", fix)
 
 
 def _a_recompute_for_every_stage(file: JobFile) -> Iterator[Problem]:

@@ -94,7 +94,7 @@ def _as_count(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-LayerCount = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(_as_count)]
+LayerCount = Annotated[float, Strict(), Field(le=10**9, allow_inf_nan=False), AfterValidator(_as_count)]
 
 
 class TensorParallel(Section):
