@@ -25,7 +25,7 @@ help:
 	@echo 'make demo       train a small language model on 8 processes'
 	@echo 'make test       run the tests, but for the slow ones'
 	@echo 'make test-slow  run the slow tests'
-	@echo 'make bench      time threefold beside its peers (15 minutes on an idle machine) and write benchmarks/RESULTS.md'
+	@echo 'make bench      time threefold beside its peers (an hour on an idle machine) and write benchmarks/RESULTS.md'
 	@echo 'make lint       check style (make format repairs what it can)'
 	@echo 'make types      check types'
 	@echo 'make docs       write the files in docs/ that are made from the code'
@@ -69,6 +69,8 @@ test-slow: $(VENV)/.installed-dev
 # A peer that can't be installed is in the table with its error.
 bench: $(VENV)/.installed $(VENV)/peers/deepspeed/.tried
 	$(BIN)/python -m benchmarks.peers --write $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.peers --write --size large --rounds 3 --steps 1 $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.peers --write --ranks 4 --rounds 3 $(BENCH_ARGS)
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/planner_speed.py
 
