@@ -80,9 +80,9 @@ def test_cpu_ranks_use_freed_memory_again(tmp_path: Path, monkeypatch: pytest.Mo
         return int(last_line(tmp_path / LOG_DIR / "rank0.stderr.log"))
 
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert pages() < 100
+    kept = pages()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=0")  # what the user has set is left alone
-    assert pages() > 1000
+    assert 5 * kept < pages()
 
 
 def test_leftovers_of_an_earlier_job_are_removed(tmp_path: Path) -> None:
