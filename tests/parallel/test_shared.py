@@ -26,10 +26,14 @@ from threefold.parallel.shared import CHUNK_BYTES, NUM_SLOTS, SharedMemory, open
 SIZES = (0, 1, 24, 1000, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 24, 5 * CHUNK_BYTES // 4 + 240)
 
 
-def memory(context: WorkerContext) -> SharedMemory:
+def opened(context: WorkerContext) -> SharedMemory | None:
     world = dist.group.WORLD
     assert world is not None
-    shared = open_shared_memory(world, range(context.world_size), context.rank)
+    return open_shared_memory(world, range(context.world_size), context.rank)
+
+
+def memory(context: WorkerContext) -> SharedMemory:
+    shared = opened(context)
     assert shared is not None
     return shared
 
@@ -174,11 +178,9 @@ def test_parity_of_jobs_with_and_without_it(
 
 def at(context: WorkerContext, place: str) -> bool:
     """Whether ``place`` serves for shared memory."""
-    world = dist.group.WORLD
-    assert world is not None
     shared_files.PLACE, kept = Path(place), shared_files.PLACE
     try:
-        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+        return opened(context) is not None
     finally:
         shared_files.PLACE = kept
 
@@ -190,12 +192,10 @@ def test_nothing_is_left_behind(pool: WorkerPool, tmp_path: Path) -> None:
 
 def full_at(context: WorkerContext, free: int) -> bool:
     """Whether a group of all ranks gets shared memory when that much is free."""
-    world = dist.group.WORLD
-    assert world is not None
     usage = shutil.disk_usage(shared_files.PLACE)
     kept, module.shutil.disk_usage = shutil.disk_usage, lambda _: usage._replace(free=free)
     try:
-        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+        return opened(context) is not None
     finally:
         module.shutil.disk_usage = kept
 
@@ -208,14 +208,12 @@ def test_at_most_half_of_what_is_free_is_taken(pool: WorkerPool) -> None:
 
 def with_few_files(context: WorkerContext, free: int) -> bool:
     """Whether a group of all ranks gets shared memory when rank 1 may open only so many files more."""
-    world = dist.group.WORLD
-    assert world is not None
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if context.rank == 1:
         used = sum(1 for _ in Path("/proc/self/fd").iterdir())
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, limits[1]))
     try:
-        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+        return opened(context) is not None
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -246,11 +244,9 @@ def test_large_groups_stay_with_the_backend(pool: WorkerPool) -> None:
 
 def of_at_most(context: WorkerContext, most_ranks: int) -> bool:
     """Whether a group of all ranks gets shared memory when so many may."""
-    world = dist.group.WORLD
-    assert world is not None
     module.MOST_RANKS, kept = most_ranks, module.MOST_RANKS
     try:
-        return module.open_shared_memory(world, range(context.world_size), context.rank) is not None
+        return opened(context) is not None
     finally:
         module.MOST_RANKS = kept
 

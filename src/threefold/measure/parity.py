@@ -363,8 +363,7 @@ def summarize(layout: str, found: Sequence[Difference], tolerance: Tolerance) ->
 def bytes_needed(job: Job, dtype: str) -> int:
     """What comparing ``job`` with one process takes at least: its parameters and gradients, and those of all ranks."""
     assert job.model is not None, "the caller looks"
-    element = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
-    return 2 * element * job.model.num_parameters * (1 + job.dp)
+    return 2 * DTYPES[dtype].itemsize * job.model.num_parameters * (1 + job.dp)
 
 
 def free_bytes() -> int | None:

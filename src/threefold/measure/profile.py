@@ -135,7 +135,7 @@ def lone_mesh(job: Job, ranks: Ranks) -> tuple[Mesh, HeldRecorder]:
     layout, traffic = Layout(dp=1, pp=1, tp=job.tp), Traffic()
     groups = {"": Group("self", (ranks.rank,), ranks.rank, None, NullActivity(), traffic)}
     if job.tp > 1:
-        groups["tp"] = Group("tp", block.ranks, ranks.rank, block.handle, NullActivity(), traffic)
+        groups["tp"] = Group("tp", block.ranks, ranks.rank, block.handle, NullActivity(), traffic, block.shared)
     recorder = HeldRecorder(CudaClock(ranks.device) if ranks.device.type == "cuda" else None)
     mesh = Mesh(layout, block.index, ranks.device, groups, NullActivity(), traffic, recorder=recorder)
     recorder.held = lambda: mesh.memory.held["activations"]

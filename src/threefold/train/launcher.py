@@ -143,14 +143,15 @@ def _environment(rank: int, world_size: int, run_dir: Path, cpu: bool) -> dict[s
         STORE_VARIABLE: str(run_dir.resolve() / STORE_FILE),
         PARENT_VARIABLE: str(os.getpid()),
     }
-    defaults = {"OMP_NUM_THREADS": str(max(1, _num_cores() // world_size))}
+    defaults = {"OMP_NUM_THREADS": str(max(1, num_cores() // world_size))}
     if cpu:
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
     return environment | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # respects the limits that a batch system sets
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

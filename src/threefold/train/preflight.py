@@ -10,6 +10,7 @@ from pathlib import Path
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job, check_trainable
 from threefold.schedule import job_schedule
+from threefold.train.launcher import num_cores
 from threefold.train.metrics import METRICS_FILE, new_run_dir
 
 RESOLVED_JOB = "job.json"
@@ -132,7 +133,7 @@ def _unwritable(run_dir: Path, error: OSError) -> Problem:
 
 def crowded(job: Job) -> list[str]:
     """A note where many ranks share a core: that shows that a job is right, not how fast it is."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     nodes = job.cluster.nodes if job.cluster and "LOCAL_WORLD_SIZE" in os.environ else 1
     ranks = job.world_size // nodes
     if not job.is_cpu or ranks <= RANKS_OF_A_CORE * cores:
