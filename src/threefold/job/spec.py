@@ -89,12 +89,12 @@ class ClusterSpec(Section):
         return None if self.inter_node is None else _link_bytes_per_s(self.inter_node)
 
 
-def _as_count(value: float) -> float:
+def as_count(value: float) -> float:
     """4 for 4.0, which is how it is written and shown."""
     return int(value) if float(value).is_integer() else value
 
 
-LayerCount = Annotated[float, Strict(), Field(le=10**9, allow_inf_nan=False), AfterValidator(_as_count)]
+LayerCount = Annotated[float, Strict(), Field(le=10**9, allow_inf_nan=False), AfterValidator(as_count)]
 
 
 class TensorParallel(Section):

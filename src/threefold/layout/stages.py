@@ -56,7 +56,12 @@ def stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[floa
     """Layers of each stage by ``partition``, as for ``split_halves``."""
     if num_stages < 1:
         raise JobError([Problem("parallelism.pp.size", f"{num_stages} is no number of stages", "use 1 or more")])
-    return tuple(_stage_sizes(num_layers, num_stages, partition))
+    if not isinstance(partition, str):
+        return tuple(_explicit_sizes(num_layers, num_stages, list(partition)))
+    if partition in ("even", "auto"):
+        return tuple(_even_sizes(num_layers, num_stages))
+    fix = "use 'even', 'auto' or a list with the number of layers of each stage"
+    raise JobError([Problem("parallelism.pp.partition", f"{partition!r} is no way to split layers", fix)])
 
 
 def balanced_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -68,15 +73,6 @@ def balanced_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
         return (num_layers,)
     sizes = _even_sizes(num_layers + 2, num_stages)
     return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
-
-
-def _stage_sizes(num_layers: int, num_stages: int, partition: str | Sequence[float]) -> Sequence[float]:
-    if not isinstance(partition, str):
-        return _explicit_sizes(num_layers, num_stages, list(partition))
-    if partition in ("even", "auto"):
-        return _even_sizes(num_layers, num_stages)
-    fix = "use 'even', 'auto' or a list with the number of layers of each stage"
-    raise JobError([Problem("parallelism.pp.partition", f"{partition!r} is no way to split layers", fix)])
 
 
 def _even_sizes(num_layers: int, num_stages: int) -> list[int]:

@@ -22,6 +22,7 @@ from threefold.cost.parts import ModelCosts, PartCosts, model_costs
 from threefold.cost.profile import Profile
 from threefold.errors import JobError
 from threefold.job import Job
+from threefold.job.spec import as_count
 from threefold.layout import Partition, count_halves, halves_of, stage_sizes
 from threefold.plan.wording import format_seconds
 from threefold.schedule import Kind, Schedule, job_schedule
@@ -263,7 +264,7 @@ class _Search:
         bounded = cut_evenly(*sums, num_stages, fits, costs.slowness)
         start = bounded or cut_evenly(*sums, num_stages, slowness=costs.slowness)
         assert start is not None, "without a limit every model can be cut"
-        return self.climb(tuple(_tidy(count * unit) for count in start), unit)
+        return self.climb(tuple(as_count(count * unit) for count in start), unit)
 
     def whole_s(self, part: PartCosts) -> float:
         """Seconds of a step of a part: all microbatches and the optimizer."""
@@ -330,12 +331,7 @@ def _neighbours(partition: Partition, unit: float) -> Iterator[Partition]:
             changed = list(partition)
             changed[source] -= unit
             changed[target] += unit
-            yield tuple(map(_tidy, changed))
-
-
-def _tidy(size: float) -> float:
-    """A whole number as such: that is how it is written."""
-    return int(size) if size == int(size) else size
+            yield tuple(map(as_count, changed))
 
 
 def _live_microbatches(schedule: Schedule) -> list[int]:
