@@ -52,6 +52,11 @@ def test_an_abort_is_a_consequence_of_an_error_but_not_of_a_lost_connection() ->
     assert cause(exit_(0, 1, LOST), exit_(1, -signal.SIGABRT)).startswith("rank 1 ")
 
 
+def test_an_abort_is_told_in_the_words_of_the_library_that_called_it() -> None:
+    text = cause(exit_(0, -signal.SIGABRT, "what():  getpeername: not connected"))
+    assert "signal 6 (SIGABRT) before it could say what it does: what():  getpeername: not connected\nlog:" in text
+
+
 def test_of_two_errors_the_one_noted_first() -> None:
     text = cause(exit_(0, 1), exit_(1, 1), activities=(failed(0, "late", 20.0), failed(1, "early", 10.0)))
     assert text.startswith("rank 1 (dp 1; pid 101) failed at step 3 in action 0F0, stage 0, microbatch 0: early")

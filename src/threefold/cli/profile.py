@@ -97,22 +97,17 @@ def _measure(job_file: Path, seconds: float, set_: Sequence[str]) -> None:
 
     die_with_parent()
 
-    import torch.distributed as dist
-
     from threefold.job import Job
     from threefold.measure.profile import Budget, measure_profile
-    from threefold.train.worker import choose_device, join_ranks
+    from threefold.train.worker import choose_device, joined_ranks
 
     job = Job.model_validate_json(job_file.read_bytes())
     local = local_job(job)
     rank, device = int(os.environ["RANK"]), choose_device(job)
-    join_ranks(local, rank, device)
-    try:
+    with joined_ranks(local, rank, device):
         found = measure_profile(job, rank, local.world_size, device, Budget(seconds=seconds))
         if rank == 0:
             Path(os.environ[_RESULT]).write_text(found.to_json())
-    finally:
-        dist.destroy_process_group()
 
 
 def _show(output: Path, job: Job) -> None:

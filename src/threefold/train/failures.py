@@ -88,7 +88,7 @@ def _what(exit_: Exit, activities: Mapping[int, Activity]) -> str:
     activity = activities.get(exit_.rank)
     where = describe_work(activity) if activity and activity.pid else "before it could say what it does"
     if exit_.code < 0:
-        return f"was killed by signal {-exit_.code} ({_signal_name(-exit_.code)}) {where}{_hint(-exit_.code)}"
+        return f"was killed by signal {-exit_.code} ({_signal_name(-exit_.code)}) {where}{_hint(exit_)}"
     return f"failed {where}: {_message(exit_, activities) or f'exit status {exit_.code}'}"
 
 
@@ -104,6 +104,8 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def _hint(number: int) -> str:
+def _hint(exit_: Exit) -> str:
+    if exit_.code == -signal.SIGABRT and exit_.last_line:  # a library that calls abort() says why
+        return f": {exit_.last_line}"
     # Said because it is the usual cause, and nothing else tells: the kernel writes it only to its own log.
-    return ". If nobody sent it, the machine probably ran out of memory" if number == signal.SIGKILL else ""
+    return ". If nobody sent it, the machine probably ran out of memory" if exit_.code == -signal.SIGKILL else ""

@@ -96,6 +96,7 @@ def launch(
             return supervisor.run()
         finally:
             workers.close(supervisor.patience.kill_s)
+            (run_dir / STORE_FILE).unlink(missing_ok=True)
             sweep()
 
 

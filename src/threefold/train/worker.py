@@ -57,8 +57,7 @@ def _train(
     profiled: ProfiledSteps | None,
 ) -> TrainSummary:
     device = choose_device(job)
-    join_ranks(job, rank, device)
-    try:
+    with joined_ranks(job, rank, device):
         mesh = build_job_mesh(job, rank, device, activity)
         engine = build_engine(job, mesh)
         sources = open_sources(job)
@@ -76,8 +75,6 @@ def _train(
         # Nobody leaves while others still talk to it: gloo aborts a process whose peer hangs up.
         mesh.world.all_reduce(torch.zeros(1, device=device)).wait()
         return summary
-    finally:
-        dist.destroy_process_group()
 
 
 def _observer(
@@ -111,8 +108,22 @@ def choose_device(job: Job) -> torch.device:
     return device
 
 
-def join_ranks(job: Job, rank: int, device: torch.device) -> None:
-    """Make the process group of the job's ranks, by the store that the launcher names or as torchrun says."""
+@contextmanager
+def joined_ranks(job: Job, rank: int, device: torch.device) -> Iterator[None]:
+    """Be one of the job's ranks. The process group ends here for GPUs, and for CPUs with the process.
+
+    Gloo aborts a process whose peer hangs up while it takes its own connections down, so it takes none down.
+    """
+    _join(job, rank, device)
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            dist.destroy_process_group()
+
+
+def _join(job: Job, rank: int, device: torch.device) -> None:
+    """Make the process group, by the store that the launcher names or as torchrun says."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=_BACKSTOP * job.watchdog.timeout_s)
     # NCCL binds its communicators to the device at once, instead of guessing it at the first collective.
