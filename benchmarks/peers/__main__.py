@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
-from benchmarks.peers.compare import Result, compare
-from benchmarks.peers.hosts import interpreters
+from benchmarks.peers.compare import compare, single_losses
+from benchmarks.peers.hosts import PeerError, interpreters
 from benchmarks.peers.report import table, write_results
-from benchmarks.peers.systems import FAMILIES, MODES, PEERS
+from benchmarks.peers.systems import MODES, PEERS
 from benchmarks.peers.work import SIZES
 
 
 def main() -> int:
     """Compare and print; 1 if a system of threefold has no number."""
     options = _options()
+    signal.signal(signal.SIGTERM, _leave)
     work, python = SIZES[options.size], interpreters(options.deepspeed_python)
-    results: list[Result] = []
-    for family in FAMILIES:
-        found = compare(family, options, work, python)
-        results += found
-        if found:
-            print(f"\n{table(found)}\n", flush=True)
-    if options.write:
-        write_results(options, work, results)
-    return int(any(result.error for result in results if result.system.peer == "threefold"))
+    failed = False
+    try:
+        truth = single_losses(options, work, python)
+        for mode in (mode for mode in MODES if mode in options.modes):
+            results = compare(mode, options, work, python, truth)
+            if not results:
+                continue
+            print(f"\n{table(results)}\n", flush=True)
+            if options.write:
+                write_results(options, work, results)
+            failed |= any(result.error for result in results if result.system.peer == "threefold")
+    except PeerError as error:
+        print(f"error: without the bound nothing can be compared: {error}", file=sys.stderr)
+        return 1
+    return int(failed)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """The processes of all systems end too."""
+    sys.exit(128 + signum)
 
 
 def _options() -> argparse.Namespace:

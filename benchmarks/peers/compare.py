@@ -1,4 +1,4 @@
-"""Runs the systems of a family in turn, beside their bound."""
+"""Runs the systems of a mode in turn, beside their bound."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from benchmarks.peers.hosts import Host, PeerError, machine_cpu_seconds
+from benchmarks.peers.hosts import Host, PeerError, free_memory_share, machine_cpu_seconds
 from benchmarks.peers.systems import BOUNDS, SINGLE, System, bubble_share, systems_of
 from benchmarks.peers.work import CHECKED_STEPS, LOSS_TOLERANCE, Work
 
 BUSY, TRIES = 0.05, 2
 """The part of the machine that others may use during a turn before it is repeated, and how often it runs at most."""
+MIN_FREE_MEMORY = 0.05
+"""A machine with less of it left would spend its time on finding memory."""
 
 
 @dataclass
@@ -62,9 +64,15 @@ class Result:
         return statistics.median(self.others[number] for number in self.quiet) if self.others else 0.0
 
 
-def compare(family: str, options: argparse.Namespace, work: Work, python: Mapping[str, str]) -> list[Result]:
-    """Build all systems of ``family`` that ``options`` ask for, check their losses, and time them round by round."""
-    systems = systems_of(family, options.modes, options.peers)
+def compare(
+    mode: str, options: argparse.Namespace, work: Work, python: Mapping[str, str], truth: Sequence[float]
+) -> list[Result]:
+    """Build all systems of ``mode`` that ``options`` ask for, check their losses, and time them round by round.
+
+    ``truth`` are the losses of one process. The first result is the bound's; there is none when no system is asked for.
+    Raises PeerError when the bound fails.
+    """
+    systems = systems_of(mode, options.peers)
     systems = [system for system in systems if not options.systems or re.search(options.systems, system.name)]
     if not systems:
         return []
@@ -73,18 +81,18 @@ def compare(family: str, options: argparse.Namespace, work: Work, python: Mappin
         for system in systems
     ]
     with ExitStack() as stack:
-        bound = stack.enter_context(Host(BOUNDS[family], work, options.ranks, python, options.timeout))
+        bound = stack.enter_context(Host(BOUNDS[mode], work, options.ranks, python, options.timeout))
         bound.ready()
         bound.losses(CHECKED_STEPS)
-        own = Result(BOUNDS[family], work)
-        truth = _single_losses(options, work, python)
+        own = Result(BOUNDS[mode], work)
         hosts = [_admit(result, truth, stack, options, python) for result in results]
         for number in range(options.rounds):
             _round(number, (own, bound), results, hosts, options)
         return [own, *results]
 
 
-def _single_losses(options: argparse.Namespace, work: Work, python: Mapping[str, str]) -> list[float]:
+def single_losses(options: argparse.Namespace, work: Work, python: Mapping[str, str]) -> list[float]:
+    """The first losses of one process."""
     with Host(SINGLE, work, 1, python, options.timeout) as host:
         host.ready()
         return host.losses(CHECKED_STEPS)
@@ -103,6 +111,9 @@ def _admit(
         host = stack.enter_context(Host(result.system, result.work, options.ranks, python, options.timeout))
         host.ready()
         losses = host.losses(CHECKED_STEPS)
+        if free_memory_share() < MIN_FREE_MEMORY:
+            host.close()
+            raise PeerError("the machine's memory is full: state fewer --systems or --ranks")
     except PeerError as error:
         result.error = str(error).splitlines()[0]
         print(f"{name}: {error if options.verbose else result.error}", file=sys.stderr, flush=True)
@@ -130,19 +141,25 @@ def _round(
     """One turn of every system, in an order that moves on from round to round."""
     pairs = [(result, host) for result, host in zip(results, hosts, strict=True) if host is not None]
     first = number % len(pairs) if pairs else 0
-    for result, host in [bound, *pairs[first:], *pairs[:first]]:
+    bound_s, bound_others = _quiet_turn(bound[1], options.steps)
+    _note(bound[0], bound_s, bound_s, bound_others)
+    for result, host in [*pairs[first:], *pairs[:first]]:
         try:
             seconds, others = _quiet_turn(host, options.steps)
         except PeerError as error:
             result.error = str(error).splitlines()[0]
             continue
-        result.seconds.append(seconds)
-        result.bounds.append(bound[0].seconds[-1])
-        result.others.append(max([others, *bound[0].others[-1:]]))
+        _note(result, seconds, bound_s, max(others, bound_others))
     told = ", ".join(
         f"{r.system.mode} {r.system.name} {r.bounds[-1] / r.seconds[-1]:.3f}" for r, _ in pairs if r.seconds
     )
-    print(f"round {number + 1}: bound {bound[0].seconds[-1]:.3f} s; shares {told}", file=sys.stderr, flush=True)
+    print(f"round {number + 1}: bound {bound_s:.3f} s; shares {told}", file=sys.stderr, flush=True)
+
+
+def _note(result: Result, seconds: float, bound_s: float, others: float) -> None:
+    result.seconds.append(seconds)
+    result.bounds.append(bound_s)
+    result.others.append(others)
 
 
 def _quiet_turn(host: Host, steps: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -127,7 +128,8 @@ class Host:
         """End the processes."""
         for worker in self.workers:
             if worker.stdin is not None:
-                worker.stdin.close()
+                with suppress(BrokenPipeError):  # it died with a command unread
+                    worker.stdin.close()
         for worker in self.workers:
             try:
                 worker.wait(2.0)
@@ -153,6 +155,16 @@ def machine_cpu_seconds() -> float:
         return 0.0
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, path.read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def free_memory_share() -> float:
+    """The part of the machine's memory that programs can still have; 1 where Linux does not tell."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return 1.0
+    lines = (line.split() for line in path.read_text().splitlines())
+    kibibytes = {words[0]: int(words[1]) for words in lines}
+    return kibibytes["MemAvailable:"] / kibibytes["MemTotal:"]
 
 
 def _mean(values: list[float]) -> float:

@@ -78,16 +78,12 @@ def _to_threefold(result: Result, results: Sequence[Result]) -> str:
 
 
 def write_results(options: argparse.Namespace, work: Work, results: Sequence[Result]) -> None:
-    """Put a section for each mode into ``RESULTS.md``, in place of an earlier one of the same mode, size and ranks."""
+    """Put the results of a mode, its bound first, into ``RESULTS.md``: in place of those of the same size and ranks."""
     sections = _sections(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    bound: Result | None = None
-    for mode in dict.fromkeys(result.system.mode for result in results):
-        mine = [result for result in results if result.system.mode == mode]
-        if mode == "bound":
-            continue
-        bound = next(other for other in reversed(results[: results.index(mine[0])]) if other.system.mode == "bound")
-        title = f"{MODES[mode]}, {options.size}, {options.ranks} ranks"
-        sections[title] = f"{_circumstances(options, work, mine)}\n\n{table([bound, *mine])}"
+    mode = results[-1].system.mode
+    ranks = results[-1].system.processes or options.ranks
+    title = f"{MODES[mode]}, {options.size}, {ranks} ranks"
+    sections[title] = f"{_circumstances(options, work, results)}\n\n{table(results)}"
     text = "".join(f"\n## {title}\n\n{section}\n" for title, section in sections.items())
     RESULTS.write_text(f"# Results\n\n{PREAMBLE}\n{text}", encoding="utf-8")
 

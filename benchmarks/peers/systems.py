@@ -16,13 +16,7 @@ MODES: Mapping[str, str] = {
     "pp": "pipeline",
     "3d": "dp 2 x tp 2 x pp 2",
 }
-FAMILIES: Mapping[str, Sequence[str]] = {
-    "data": ("dp", "zero1", "zero2", "zero3"),
-    "tensor": ("tp", "tp_sp"),
-    "pipeline": ("pp",),
-    "all": ("3d",),
-}
-"""Modes that have one bound, and whose systems run in turn. What has the peer ``bound`` has no losses to check."""
+"""What has the peer ``bound`` among the systems of a mode has no losses to check."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +33,14 @@ class System:
     schedule: str | None = None
 
 
+_REPLICA = System("bound", "bound", "no communication", "bounds:replica")
+_SHARD = System("bound", "bound", "no communication", "bounds:shard")
 BOUNDS: Mapping[str, System] = {
-    "data": System("bound", "bound", "no communication", "bounds:replica"),
-    "tensor": System("bound", "bound", "no communication", "bounds:shard"),
-    "pipeline": System("bound", "bound", "no communication, no bubble, stages as cut", "bounds:stage"),
-    "all": System("bound", "bound", "no communication", "bounds:replica"),
+    **dict.fromkeys(("dp", "zero1", "zero2", "zero3", "3d"), _REPLICA),
+    **dict.fromkeys(("tp", "tp_sp"), _SHARD),
+    "pp": System("bound", "bound", "no communication, no bubble, stages as cut", "bounds:stage"),
 }
+"""By mode."""
 SINGLE = System("single", "bound", "single process", "bounds:replica", processes=1)
 
 
@@ -100,11 +96,9 @@ SYSTEMS: Sequence[System] = (
 PEERS = tuple(dict.fromkeys(system.peer for system in SYSTEMS if system.peer != "bound"))
 
 
-def systems_of(family: str, modes: Sequence[str], peers: Sequence[str]) -> list[System]:
-    """The systems of these modes and peers that share the bound of ``family``."""
-    chosen = {*peers, "bound"}
-    wanted = [mode for mode in FAMILIES[family] if mode in modes]
-    return [system for system in SYSTEMS if system.mode in wanted and system.peer in chosen]
+def systems_of(mode: str, peers: Sequence[str]) -> list[System]:
+    """The systems of these peers."""
+    return [system for system in SYSTEMS if system.mode == mode and system.peer in {*peers, "bound"}]
 
 
 def bubble_share(schedule: str | None, ranks: int, microbatches: int) -> float | None:

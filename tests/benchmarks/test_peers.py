@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.compare import Result, compare
-from benchmarks.peers.report import table
-from benchmarks.peers.systems import BOUNDS, FAMILIES, MODES, SYSTEMS, System, bubble_share, systems_of
+from benchmarks.peers.compare import Result, compare, single_losses
+from benchmarks.peers.hosts import Host, PeerError
+from benchmarks.peers.report import table, write_results
+from benchmarks.peers.systems import BOUNDS, MODES, SYSTEMS, System, bubble_share, systems_of
 from benchmarks.peers.work import SIZES, balanced_cut, job_of
 from threefold.schedule import NAMED
 
@@ -23,8 +25,7 @@ def options(**given: object) -> argparse.Namespace:
 
 
 def test_every_mode_has_one_bound_and_threefold() -> None:
-    assert sorted(mode for modes in FAMILIES.values() for mode in modes) == sorted(MODES)
-    assert set(BOUNDS) == set(FAMILIES)
+    assert set(BOUNDS) == set(MODES)
     for mode in MODES:
         assert any(system.mode == mode and system.peer == "threefold" for system in SYSTEMS)
 
@@ -69,7 +70,7 @@ def test_bubble_is_the_closed_form() -> None:
 
 
 def test_choice_of_systems() -> None:
-    chosen = systems_of("data", ["zero3"], ["fsdp2", "threefold"])
+    chosen = systems_of("zero3", ["fsdp2", "threefold"])
     assert [system.name for system in chosen] == ["FSDP2", "threefold"]
 
 
@@ -84,6 +85,30 @@ def test_table_shows_medians_and_keeps_failures() -> None:
     assert "| threefold | 2.000 | 128 | 0.500 | 0.250-1.000 |" in lines[2]
     assert lines[3].endswith("| 1.000 |  |")
     assert "no such thing" in lines[4]
+
+
+def test_results_replace_those_of_the_same_mode_size_and_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("benchmarks.peers.report.RESULTS", tmp_path / "RESULTS.md")
+    own = System("dp", "threefold", "threefold", "threefolds:train")
+    for ranks, seconds in ((2, 1.0), (4, 2.0), (2, 3.0)):
+        results = [Result(BOUNDS["dp"], TINY, [1.0], [1.0], [0.0]), Result(own, TINY, [seconds], [1.0], [0.0])]
+        write_results(options(ranks=ranks, size="tiny"), TINY, results)
+    sections = (tmp_path / "RESULTS.md").read_text().split("\n## ")
+    assert [section.splitlines()[0] for section in sections[1:]] == [
+        "data parallel, tiny, 2 ranks",
+        "data parallel, tiny, 4 ranks",
+    ]
+    assert "| threefold | 3.000 |" in sections[1] and "| threefold | 2.000 |" in sections[2]
+
+
+def test_a_system_whose_process_died_ends_with_its_error() -> None:
+    with Host(BOUNDS["dp"], TINY, 1, {"own": sys.executable}, 60.0) as host:
+        host.ready()
+        host.workers[0].kill()
+        host.workers[0].wait()
+        with pytest.raises(PeerError, match="died"):
+            host.losses(1)
+    assert not Path(host.place.name).exists()
 
 
 def test_disturbed_rounds_count_only_without_better_ones() -> None:
@@ -101,7 +126,8 @@ def test_times_count_only_with_the_right_loss(
     missing = System("dp", "ddp", "not there", "torches:nothing")
     right = System("dp", "threefold", "threefold", "threefolds:train", {"axis": "dp"})
     monkeypatch.setattr("benchmarks.peers.systems.SYSTEMS", (wrong, missing, right))
-    results = compare("data", options(), TINY, {"own": sys.executable})
+    python = {"own": sys.executable}
+    results = compare("dp", options(), TINY, python, single_losses(options(), TINY, python))
     assert [result.system.name for result in results] == ["no communication", "another model", "not there", "threefold"]
     assert "losses are off" in results[1].error and not results[1].seconds
     assert "nothing" in results[2].error and not results[2].seconds
