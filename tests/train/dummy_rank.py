@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from threefold.parallel.activity import ActivityWriter
+from threefold.parallel.activity import STOPPED_AFTER, ActivityWriter
 from threefold.train.launcher import BOARD_VARIABLE, die_with_parent
 from threefold.train.watchdog import Watchdog, end_process
 
@@ -28,7 +28,7 @@ def main(behaviour: str, run_dir: Path, timeout_s: float) -> int:
         writer.begin_action("0B1", 0, 1)
         status = act(behaviour, rank, writer)
     if status == 0:
-        writer.finish("done")
+        writer.finish("done", f"{STOPPED_AFTER} 12" if behaviour == "finish early" else "")
     return status
 
 
@@ -47,6 +47,8 @@ def act(behaviour: str, rank: int, writer: ActivityWriter) -> int:
     match behaviour:
         case "finish":
             print(f"hello from rank {rank}")
+        case "finish early":
+            pass
         case "report environment":
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
             print(*(os.environ[name] for name in names), file=sys.stderr)

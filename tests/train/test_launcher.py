@@ -65,6 +65,13 @@ def test_all_finish(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert_no_process_is_left(tmp_path)
 
 
+def test_a_job_that_a_rank_ended_early_is_not_called_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A signal may reach a rank alone; all ranks then end after the same step, in order."""
+    assert run("finish early", tmp_path) == 128 + signal.SIGTERM
+    errors = capfd.readouterr().err
+    assert f"a rank got a signal to stop, so the job stopped after step 12; metrics are in {tmp_path}" in errors
+
+
 def test_ranks_get_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

@@ -327,6 +327,18 @@ def test_ctrl_c_ends_the_run_after_a_step(tokens: Path, tmp_path: Path) -> None:
         assert "Traceback" not in output
 
 
+def test_a_signal_to_one_rank_ends_the_run_and_does_not_call_it_done(tokens: Path, tmp_path: Path) -> None:
+    with started(tmp_path, endless(tokens)) as run:
+        run.wait_for_step(3)
+        os.kill(run.board()[1].pid, signal.SIGTERM)
+        status, output = run.finish()
+        assert status == 143, output
+        assert f"a rank got a signal to stop, so the job stopped after step {len(run.steps())}; " in output
+        check_whole_lines(run)
+        assert json.loads((run.run_dir / SUMMARY_FILE).read_text())["stopped"] is True
+        assert "Traceback" not in output
+
+
 def test_divergence_is_told_without_a_traceback(tokens: Path, tmp_path: Path) -> None:
     params = {"type": "SGD", "params": {"lr": 1e30}}
     with started(tmp_path, job_of(tokens, parallelism={"dp": {"size": 2}}, optimizer=params)) as run:

@@ -44,7 +44,7 @@ PartitionWords = Annotated[
 
 
 def main() -> None:
-    """Run the command line and exit: 0 success, 1 a failed run, 2 a wrong job, 3 nothing fits, 130 a stop by Ctrl-C.
+    """Run the command line and exit: 0 success, 1 a failed run, 2 a wrong job, 3 nothing fits, 130 Ctrl-C, 143 SIGTERM.
 
     An error that threefold raises on purpose is told in its own words. Any other is our bug, and keeps its traceback.
     """

@@ -58,6 +58,10 @@ _NUMBER_STARTING, _NUMBER_COMPUTING, _NUMBER_WAITING = (
 )
 
 
+STOPPED_AFTER = "stopped after step"
+"""How the message of a rank begins that ended before the job's last step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Activity:
     """The last note of one rank.
@@ -80,6 +84,11 @@ class Activity:
     since_s: float = 0.0
     heartbeat_s: float = 0.0
     message: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank ended in order, but before the job's last step, because a rank was asked to."""
+        return self.state is State.DONE and self.message.startswith(STOPPED_AFTER)
 
 
 class ActivityLog(Protocol):

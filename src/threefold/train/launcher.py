@@ -248,8 +248,16 @@ class _Supervisor:
             _say(self._stop_sentence())
             return 128 + self.requests.first
         if not bad:
-            return 0
+            return self._conclude_in_order()
         raise WorkerError(self._explain(bad))
+
+    def _conclude_in_order(self) -> int:
+        """Ranks whose own process got a signal end as if all had, and then the job is not done either."""
+        stopped = [activity for activity in self.board.read_all() if activity.stopped]
+        if not stopped:
+            return 0
+        _say(f"a rank got a signal to stop, so the job {self._stop_sentence()}")
+        return 128 + signal.SIGTERM  # which signal it was only that rank knows
 
     def _stopped_in_order(self, bad: Mapping[int, int]) -> bool:
         """The user got what they asked for. Peers of a rank that stopped while it started may have complained."""

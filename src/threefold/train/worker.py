@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore
 
 from threefold.errors import DataError, JobError, Problem
 from threefold.job import Job
-from threefold.parallel.activity import ActivityBoard, ActivityLog, ActivityWriter, NullActivity
+from threefold.parallel.activity import STOPPED_AFTER, ActivityBoard, ActivityLog, ActivityWriter, NullActivity
 from threefold.parallel.engine import Engine, build_engine, build_job_mesh, build_layout
 from threefold.parallel.mesh import describe
 from threefold.train.data.dataset import TokenDataset
@@ -44,7 +44,7 @@ def run_worker(job: Job, run_dir: Path, times_of: TimesOf | None = None, profile
         except Exception as error:
             activity.finish("failed", " ".join(str(error).split()) or repr(error))
             raise
-        activity.finish("done", f"stopped after step {summary.steps}" if summary.stopped else "")
+        activity.finish("done", f"{STOPPED_AFTER} {summary.steps}" if summary.stopped else "")
     return 0
 
 
