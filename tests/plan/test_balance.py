@@ -16,11 +16,11 @@ from tests.jobs import LLAMA, small_job
 from threefold.cost.parts import ModelCosts, PartCosts, Share, attention_share, flops_costs
 from threefold.errors import JobError
 from threefold.job import Job, load_job, parse_job
+from threefold.layout import format_partition
 from threefold.plan.balance import (
     balance,
     balance_job,
     cut_evenly,
-    format_partition,
     play_partition,
     resolve_partition,
     schedule_to_play,

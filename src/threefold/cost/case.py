@@ -58,13 +58,36 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a pipeline's layers are cut: ``sizes`` of its pp × chunks stages in pipeline order, on which ``devices``.
+
+    Half a layer counts as half of what a layer costs.
+    """
+
+    sizes: tuple[float, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def device_layers(self) -> tuple[float, ...]:
+        """Layers of each device, over all its stages."""
+        totals = [0.0] * (1 + max(self.devices))
+        for size, device in zip(self.sizes, self.devices, strict=True):
+            totals[device] += size
+        return tuple(totals)
+
+
+@dataclass(frozen=True)
 class Case:
-    """Shape, machine, strategies and constants; everything it derives has one value a strategy."""
+    """Shape, machine, strategies and constants; everything it derives has one value a strategy.
+
+    ``cut`` is for a case of one strategy, in place of the strategy's own partition.
+    """
 
     shape: Shape
     machine: Machine
     strategies: Strategies
     constants: Calibration
+    cut: Cut | None = None
 
     @cached_property
     def tokens(self) -> Array:

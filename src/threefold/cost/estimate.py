@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from threefold.cost.calibration import Calibration, load_calibration
-from threefold.cost.case import Array, Case, Machine
+from threefold.cost.case import Array, Case, Cut, Machine
 from threefold.cost.data_parallel import data_parallel_seconds
 from threefold.cost.flops import model_flops
 from threefold.cost.hardware import Hardware
@@ -111,10 +111,14 @@ def estimate(
     hardware: Hardware,
     strategies: Strategies,
     calibration: Calibration | None = None,
+    cut: Cut | None = None,
 ) -> Estimates:
-    """Predict every strategy of ``model`` on ``hardware``; ``calibration`` defaults to a modern stack's constants."""
+    """Predict every strategy of ``model`` on ``hardware``; ``calibration`` defaults to a modern stack's constants.
+
+    ``cut`` is for a single strategy whose stages are neither even nor balanced.
+    """
     constants = calibration or constants_of(hardware)
-    return judge(Case(shape_of(model, sequence_length), Machine.of(hardware), strategies, constants))
+    return judge(Case(shape_of(model, sequence_length), Machine.of(hardware), strategies, constants, cut))
 
 
 def constants_of(hardware: Hardware) -> Calibration:
@@ -171,6 +175,7 @@ def stage_costs(
     calibration: Calibration | None = None,
     *,
     rank_of: Sequence[int] | None = None,
+    cut: Cut | None = None,
 ) -> StageCosts:
     """The costs of the single strategy in ``strategy``, one entry for each of its pp × chunks stages.
 
@@ -180,7 +185,7 @@ def stage_costs(
     if len(strategy) != 1:
         raise ValueError(f"stage_costs takes one strategy, not {len(strategy)}")
     constants = calibration or constants_of(hardware)
-    case = Case(shape_of(model, sequence_length), Machine.of(hardware), strategy, constants)
+    case = Case(shape_of(model, sequence_length), Machine.of(hardware), strategy, constants, cut)
     found = judge(case)
     held = memory_bytes(case)
     pp, chunks = int(strategy.pp[0]), int(strategy.chunks[0])

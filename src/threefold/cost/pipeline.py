@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from threefold.cost.case import Array, Case
-from threefold.cost.stages import STAGES, StageSeconds, message_s
+from threefold.cost.stages import STAGES, StageSeconds, message_s, stage_layers
 from threefold.cost.strategies import SCHEDULE_CODES
 
 
@@ -67,7 +67,8 @@ def _fill(case: Case, stages: dict[str, StageSeconds]) -> Array:
 
     first, middle, last = (waits(stages[name]) for name in STAGES)
     pp = case.strategies.pp
-    every = first + np.where(pp > 1, last, 0.0) + np.maximum(pp - 2, 0) * middle
+    between = np.maximum(pp - 2, 0) * middle * stage_layers(case).evenness  # they hold layers, and nothing else
+    every = first + np.where(pp > 1, last, 0.0) + between
     largest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), np.where(pp > 2, middle, 0.0))
     return np.maximum(every - largest, 0.0)
 

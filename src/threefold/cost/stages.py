@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from threefold.cost.case import Array, Case
+from threefold.cost.case import Array, Case, Cut
 from threefold.cost.collectives import scatter_s, send_s
 from threefold.cost.layer import PartCost, embedding_cost, head_cost, layer_cost
 from threefold.cost.strategies import PARTITION_CODES, SCHEDULE_CODES
@@ -23,16 +23,28 @@ STAGES = ("first", "middle", "last")
 class StageLayers:
     """Layers on the first device of a pipeline, on the fullest one between, and on the last, over all their chunks.
 
-    A pipeline of one has all of them in ``first``, which then is also ``last``.
+    A pipeline of one has all of them in ``first``, which then is also ``last``. ``evenness`` is what a device between
+    the ends holds on average, as a share of ``middle``.
     """
 
     first: Array
     middle: Array
     last: Array
+    evenness: float = 1.0
+
+    @classmethod
+    def of_cut(cls, cut: Cut) -> StageLayers:
+        """Those of one pipeline whose stages have stated sizes."""
+        first, *between, last = cut.device_layers if len(set(cut.devices)) > 1 else 2 * cut.device_layers
+        fullest = max(between or (first, last))
+        evenness = sum(between) / len(between) / fullest if between and fullest else 1.0
+        return cls(np.full(1, first), np.full(1, fullest), np.full(1, last), evenness)
 
 
 def stage_layers(case: Case) -> StageLayers:
-    """Layers of each stage by the strategy's partition, as ``layout.split_layers`` gives them."""
+    """Layers of each stage by the case's cut, or the strategy's partition, as ``layout.split_layers`` gives them."""
+    if case.cut is not None:
+        return StageLayers.of_cut(case.cut)
     layers = np.broadcast_to(np.asarray(case.shape.layers, dtype=float), len(case.strategies))
     stages = case.strategies.pp
     balanced = case.strategies.partition == PARTITION_CODES["balanced"]
@@ -48,6 +60,7 @@ def stage_layers(case: Case) -> StageLayers:
         first = np.where(turns_back, np.where(balanced, counted.first - 2, halves.first), first)
         middle = np.where(turns_back, np.where(balanced, counted.middle, halves.middle), middle)
         last = np.where(turns_back, np.where(balanced, counted.last, halves.last), last)
+    middle = np.where(stages == 2, np.maximum(first, last), middle)  # there is none, so it must not be the slowest
     return StageLayers(np.where(alone, layers, first), np.where(alone, layers, middle), np.where(alone, layers, last))
 
 
@@ -129,8 +142,10 @@ def virtual_stage_seconds(case: Case) -> list[StageSeconds]:
     ]
 
 
-def virtual_stage_layers(case: Case) -> tuple[int, ...]:
+def virtual_stage_layers(case: Case) -> tuple[float, ...]:
     """Layers of each of the pp × chunks stages of a case of one strategy, as ``layout.split_layers`` gives them."""
+    if case.cut is not None:
+        return case.cut.sizes
     num_layers = round(float(np.ravel(case.shape.layers)[0]))
     num_stages = int(case.strategies.pp[0]) * int(case.strategies.chunks[0])
     if int(case.strategies.partition[0]) == PARTITION_CODES["balanced"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from threefold.errors import JobError, Problem
 
@@ -110,6 +110,14 @@ def _explicit_sizes(num_layers: int, num_stages: int, sizes: list[float]) -> lis
     if problems:
         raise JobError(problems)
     return sizes
+
+
+def format_partition(partition: Sequence[float], most: int = 12) -> str:
+    """``[7, 1]``; of many stages runs of equal numbers are joined: ``[1, 62 × 2, 1]``."""
+    if len(partition) <= most:
+        return str(list(partition))
+    runs = [(f"{size:g}", len(list(group))) for size, group in groupby(partition)]
+    return f"[{', '.join(f'{count} × {size}' if count > 1 else str(size) for size, count in runs)}]"
 
 
 def stage_of_parameter(name: str, stages: Sequence[range]) -> int:

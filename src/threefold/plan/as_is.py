@@ -10,15 +10,14 @@ from threefold.cost.parts import model_costs
 from threefold.cost.profile import Profile
 from threefold.cost.strategies import SCHEDULE_CODES
 from threefold.job import Job
-from threefold.layout import balanced_sizes, compression_of
+from threefold.layout import compression_of
 from threefold.plan.balance import play_partition, resolve_partition, schedule_to_play
 from threefold.plan.imbalance import current_partition
 from threefold.plan.limits import limits
-from threefold.plan.options import even_layers
 from threefold.plan.plans import Plan, PlanResult, predict
 from threefold.plan.play import played
 from threefold.plan.reasons import Reason
-from threefold.plan.to_job import question_of, schedule_like, strategy_of
+from threefold.plan.to_job import cut_of, question_of, schedule_like, strategy_of
 from threefold.plan.wording import format_gigabytes
 from threefold.schedule import job_schedule
 
@@ -30,9 +29,10 @@ def predict_job(job: Job, profile: Profile | None = None) -> PlanResult:
     """
     start_s = time.perf_counter()
     question = question_of(job, profile)
-    one = predict(question, strategy_of(job))[0]
+    job, _ = resolve_partition(job, profile)
+    one = predict(question, strategy_of(job), cut_of(job))[0]
     one = played(question, one, job_schedule(job)) if profile is None else _played_by_profile(job, one, profile)
-    one = replace(one, reasons=(*_verdict(one), *limits(question, one), *_assumptions(job, profile is not None)))
+    one = replace(one, reasons=(*_verdict(one), *limits(question, one), *_assumptions(job)))
     rejected = {} if one.fits else {str(Reason.MEMORY): 1}
     return PlanResult(question, (one,), 1, int(one.fits), time.perf_counter() - start_s, rejected)
 
@@ -48,7 +48,6 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 def _played_by_profile(job: Job, one: Plan, profile: Profile) -> Plan:
     """The plan with the step that its schedule takes with the measured costs of its own stages."""
-    job, _ = resolve_partition(job, profile)
     partition = current_partition(job) or (job.model.num_hidden_layers if job.model else 0,)
     schedule = schedule_to_play(job)
     timeline = play_partition(model_costs(job, profile), partition, schedule)
@@ -74,13 +73,8 @@ def _played_by_profile(job: Job, one: Plan, profile: Profile) -> Plan:
     )
 
 
-def _assumptions(job: Job, measured: bool) -> Iterator[str]:
+def _assumptions(job: Job) -> Iterator[str]:
     """What of the job is predicted as something else."""
-    stated = job.parallelism.pp.partition
-    if job.model is not None and not isinstance(stated, str) and not measured:
-        count, stages = job.model.num_hidden_layers, job.parallelism.pp.num_stages
-        if tuple(stated) not in (even_layers(count, stages), balanced_sizes(count, stages)):
-            yield f"The partition {list(stated)} is judged as an even one."
     pipeline = job.parallelism.pp
     if pipeline.schedule_file is not None or pipeline.schedule not in SCHEDULE_CODES:
         name = pipeline.schedule_file or pipeline.schedule

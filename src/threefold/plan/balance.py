@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from threefold.cost.profile import Profile
 from threefold.errors import JobError
 from threefold.job import Job
 from threefold.job.spec import as_count
-from threefold.layout import Partition, count_halves, halves_of, stage_sizes
+from threefold.layout import Partition, count_halves, format_partition, halves_of, stage_sizes
 from threefold.plan.wording import format_seconds
 from threefold.schedule import Kind, Schedule, job_schedule
 from threefold.simulate import StepCosts, Timeline, simulate
@@ -207,14 +207,6 @@ class Balance:
         if self.fits or self.costs.usable_bytes is None:
             return ""
         return " By these costs no split fits into a device; this one holds the least."
-
-
-def format_partition(partition: Sequence[float], most: int = 12) -> str:
-    """``[7, 1]``; of many stages runs of equal numbers are joined: ``[1, 62 × 2, 1]``."""
-    if len(partition) <= most:
-        return str(list(partition))
-    runs = [(f"{size:g}", len(list(group))) for size, group in groupby(partition)]
-    return f"[{', '.join(f'{count} × {size}' if count > 1 else str(size) for size, count in runs)}]"
 
 
 def balance(costs: ModelCosts, num_layers: int, schedule: Schedule) -> Balance:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from threefold.cost.case import Cut
 from threefold.cost.estimate import Estimates, estimate
 from threefold.cost.measured import CPU
 from threefold.cost.strategies import (
@@ -29,10 +30,15 @@ _WORDS: Mapping[str, Mapping[str, int]] = {
 _SWITCHES = ("sequence_parallel", "offload_optimizer", "offload_param")
 
 
+Word = int | bool | str | list[float]
+"""A setting as a job file states it."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One strategy and its prediction; times are of one optimizer step, bytes of the device that holds the most.
 
+    ``cut`` are the stages of a job as it stands, where they are neither even nor balanced.
     ``exposed_comm_s`` and ``communication_bytes`` are by axis, ``memory_bytes`` by item. ``timeline`` is the played
     schedule, where it was played. ``reasons`` say why, in words.
     """
@@ -54,6 +60,7 @@ class Plan:
     exposed_comm_s: Mapping[str, float]
     communication_bytes: Mapping[str, float]
     fits: bool
+    cut: Cut | None = None
     timeline: Timeline | None = field(default=None, repr=False)
     reasons: tuple[str, ...] = ()
 
@@ -62,11 +69,13 @@ class Plan:
         return int(getattr(self.strategy, name)[0])
 
     @property
-    def parallelism(self) -> dict[str, int | bool | str]:
+    def parallelism(self) -> dict[str, Word]:
         """The strategy in words: ``{"dp": 4, "tp": 8, ..., "schedule": "1f1b"}``."""
         return {item.name: self._word(item.name) for item in fields(Strategies)}
 
-    def _word(self, name: str) -> int | bool | str:
+    def _word(self, name: str) -> Word:
+        if name == "partition" and self.cut is not None:
+            return list(self.cut.sizes)
         if name in _WORDS:
             return next(word for word, code in _WORDS[name].items() if code == self.size(name))
         return bool(self.size(name)) if name in _SWITCHES else self.size(name)
@@ -122,12 +131,12 @@ class PlanResult:
         }
 
 
-def predict(question: Question, strategies: Strategies) -> list[Plan]:
-    """A plan for each of ``strategies``, without reasons."""
+def predict(question: Question, strategies: Strategies, cut: Cut | None = None) -> list[Plan]:
+    """A plan for each of ``strategies``, without reasons; ``cut`` is that of a single one."""
     if not len(strategies):
         return []
-    found = estimate(question.model, question.sequence_length, question.hardware, strategies)
-    plans = [_plan(strategies.take([index]), found, index) for index in range(len(strategies))]
+    found = estimate(question.model, question.sequence_length, question.hardware, strategies, cut=cut)
+    plans = [replace(_plan(strategies.take([index]), found, index), cut=cut) for index in range(len(strategies))]
     # Nobody states the peak of a CPU, and a profile knows only what the layers of one job reached.
     return [replace(plan, mfu=None) for plan in plans] if question.hardware.device.name == CPU else plans
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from threefold.cost.case import Cut
 from threefold.cost.estimate import stage_costs
 from threefold.cost.strategies import SCHEDULE_CODES, Strategies
 from threefold.plan.plans import Plan
@@ -15,7 +16,9 @@ MOST_ACTIONS = 16_000
 """A play with more actions than this is cut to fewer microbatches, so that it takes a fraction of a second."""
 
 
-def play(question: Question, strategy: Strategies, schedule: Schedule | None = None) -> Timeline:
+def play(
+    question: Question, strategy: Strategies, schedule: Schedule | None = None, cut: Cut | None = None
+) -> Timeline:
     """One step of one pipeline, by ``schedule`` or by the strategy's own.
 
     Of many microbatches only the first ones are played: see ``microbatches_played``.
@@ -24,7 +27,7 @@ def play(question: Question, strategy: Strategies, schedule: Schedule | None = N
         schedule = build_schedule(
             _name(strategy), int(strategy.pp[0]), microbatches_played(strategy), _chunks(strategy)
         )
-    return simulate(schedule, step_costs(question, strategy, schedule))
+    return simulate(schedule, step_costs(question, strategy, schedule, cut))
 
 
 def _name(strategy: Strategies) -> str:
@@ -38,7 +41,7 @@ def _chunks(strategy: Strategies) -> int:
 
 def played(question: Question, plan: Plan, schedule: Schedule | None = None) -> Plan:
     """The plan with its schedule played; it fits only if what the play holds fits, too."""
-    timeline = play(question, plan.strategy, schedule)
+    timeline = play(question, plan.strategy, schedule, plan.cut)
     held = float(timeline.peak_memory_bytes.max())
     return replace(plan, timeline=timeline, fits=plan.fits and held <= plan.usable_memory_bytes)
 
@@ -49,7 +52,9 @@ def microbatches_played(strategy: Strategies) -> int:
     return min(microbatches, max(3 * ranks, MOST_ACTIONS // (2 * ranks * _chunks(strategy))))
 
 
-def step_costs(question: Question, strategy: Strategies, schedule: Schedule | None = None) -> StepCosts:
+def step_costs(
+    question: Question, strategy: Strategies, schedule: Schedule | None = None, cut: Cut | None = None
+) -> StepCosts:
     """The costs of ``strategy`` as ``simulate`` takes them; what is said once a device is spread over its chunks.
 
     ``schedule`` is what they are for, where it isn't the strategy's own.
@@ -59,7 +64,7 @@ def step_costs(question: Question, strategy: Strategies, schedule: Schedule | No
     schedule = schedule or build_schedule(_name(strategy), num_ranks, 1, chunks)
     rank_of = [schedule.stage_rank(stage) for stage in range(num_stages)]
     model, length = question.model, question.sequence_length
-    costs = stage_costs(model, length, question.hardware, strategy, rank_of=rank_of)
+    costs = stage_costs(model, length, question.hardware, strategy, rank_of=rank_of, cut=cut)
     return StepCosts(
         forward_s=costs.forward_s,
         input_grad_s=costs.input_grad_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from threefold.cost.case import Cut
 from threefold.cost.hardware import build_hardware
 from threefold.cost.measured import measured_hardware
 from threefold.cost.profile import Profile, check_profile
@@ -181,7 +182,7 @@ def strategy_of(job: Job) -> Strategies:
         offload_param=_is_offloaded(zero.offload_param),
         precision=PRECISION_CODES[job.precision],
         order=ORDER_CODES[parallelism.order],
-        partition=_partition(job),
+        partition=PARTITION_CODES[_named_partition(job) or "even"],
     )
 
 
@@ -200,11 +201,24 @@ def _is_offloaded(offload: Any) -> bool:
     return offload is not None and offload.device != "none"
 
 
-def _partition(job: Job) -> int:
-    """The known partition that the job's equals; one that is neither even nor balanced is judged as even."""
+def cut_of(job: Job) -> Cut | None:
+    """The job's stages, where they are neither even nor balanced, which its strategy says; ``auto`` must be settled."""
+    stated = job.parallelism.pp.partition
+    if isinstance(stated, str) or job.model is None or _named_partition(job) is not None:
+        return None
+    schedule = job_schedule(job)
+    return Cut(tuple(stated), tuple(schedule.stage_rank(stage) for stage in range(schedule.num_stages)))
+
+
+def _named_partition(job: Job) -> str | None:
+    """What the job's partition is called, "even" or "balanced"; None for any other."""
     stated = job.parallelism.pp.partition
     if isinstance(stated, str) or job.model is None:
-        return PARTITION_CODES["even"]
-    layers, stages = job.model.num_hidden_layers, job.parallelism.pp.num_stages
-    is_balanced = tuple(stated) == balanced_sizes(layers, stages) != even_layers(layers, stages)
-    return PARTITION_CODES["balanced" if is_balanced else "even"]
+        return "even"
+    for name, split in (("even", even_layers), ("balanced", balanced_sizes)):
+        try:
+            if tuple(stated) == split(job.model.num_hidden_layers, job.parallelism.pp.num_stages):
+                return name
+        except JobError:  # more stages than layers
+            continue
+    return None

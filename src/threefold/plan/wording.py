@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from threefold.layout import format_partition
 from threefold.plan.plans import Plan
 
 PARTS: Mapping[str, str] = {
@@ -43,6 +44,8 @@ def settings_words(plan: Plan) -> str:
     if plan.size("pp") > 1:
         chunks = f" × {words['chunks']}" if plan.size("chunks") > 1 else ""
         parts.append(f"{words['schedule']}{chunks}")
+    if plan.cut is not None:
+        parts.append(f"stages of {format_partition(plan.cut.sizes)} layers")
     return ", ".join(parts)
 
 
